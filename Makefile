@@ -1,0 +1,60 @@
+# Everything a newcomer needs: `make demo` and `make test` each set up what they use.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ROUNDS ?= 50
+export HF_HUB_DISABLE_TELEMETRY = 1
+
+.PHONY: demo test lint docs bench-quick chaos train-free-fsdp train-baseline-fsdp clean
+
+demo: $(VENV)/.demo                       ## train the embedded model on the embedded data, offline
+	HF_HUB_OFFLINE=1 $(BIN)/vembed demo
+
+test: $(VENV)/.dev                        ## lint, types and all tests
+	$(MAKE) --no-print-directory lint
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/.docs                       ## build the documentation, strictly
+	$(BIN)/mkdocs build --strict
+
+bench-quick: $(VENV)/.dev                 ## ratios to sentence-transformers in about 3 minutes
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.train --peer sentence-transformers --quick
+
+chaos: $(VENV)/.dev                       ## kill, truncate and resume a real run, ROUNDS times
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.stress.chaos --rounds $(ROUNDS)
+
+train-free-fsdp: $(VENV)/.dev             ## the demo sharded over all devices (two processes on a CPU)
+	HF_HUB_OFFLINE=1 $(BIN)/vembed demo --output checkpoints/free_fsdp use_fsdp=true num_processes=$(or $(NPROC),auto)
+
+train-baseline-fsdp: $(VENV)/.dev         ## the same without sharding, to compare
+	HF_HUB_OFFLINE=1 $(BIN)/vembed demo --output checkpoints/baseline strategy=ddp num_processes=$(or $(NPROC),auto)
+
+clean:
+	rm -rf $(VENV) build dist site *.egg-info
+
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+
+# torch first and by its exact version: a bare `torch` would bring gigabytes of CUDA to a machine without a GPU.
+$(VENV)/.torch: constraints.txt | $(BIN)/pip
+	$(BIN)/pip install -q torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	$(BIN)/pip install -q -c constraints.txt -e ".[demo]"
+	touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(VENV)/.docs: pyproject.toml $(VENV)/.torch
+	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	touch $@
