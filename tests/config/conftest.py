@@ -1,0 +1,26 @@
+"""A config file in an empty folder, which is the current one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+WriteConfig = Callable[..., Path]
+NEEDED = "model_name: some/model\ndata_path: train.jsonl\n"
+
+
+@pytest.fixture
+def write_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteConfig:
+    """Writes `text` after the two lines that every config needs, and returns the relative path."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("ACCELERATE_USE_FSDP", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def write(text: str = "", *, name: str = "cfg.yaml", needed: str = NEEDED) -> Path:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(needed + text, encoding="utf-8")
+        return Path(name)
+
+    return write

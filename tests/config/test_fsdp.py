@@ -1,0 +1,308 @@
+"""What the FSDP options come to: file, training YAML and launcher together, and what each means in FSDP1 and FSDP2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.config.conftest import WriteConfig
+from vembed.config.accelerate_file import AccelerateFile, read_accelerate_file
+from vembed.config.fsdp import (
+    FSDP1_ONLY,
+    FSDP2_ONLY,
+    FsdpConfig,
+    chosen_strategy,
+    resolve_fsdp,
+    resolve_gradient_checkpointing,
+)
+from vembed.config.loading import load_config, resolve_config
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+
+DOCUMENT_D = """\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP    # Wrap transformer layers
+  fsdp_sharding_strategy: FULL_SHARD               # Shard everything
+  fsdp_cpu_ram_efficient_loading: true             # Use CPU for inactive params
+  fsdp_offload_params: true                        # Offload to CPU if needed
+  fsdp_backward_prefetch: BACKWARD_PRE             # Prefetch gradients
+  fsdp_limit_all_gathers: true                     # Limit concurrent ops
+  fsdp_min_num_params: 1000000                     # Min size for sharding
+  fsdp_use_orig_params: true                       # Use original param objects
+
+mixed_precision: bf16                               # Use bfloat16 for efficiency
+num_processes: 8                                    # Number of GPUs (auto-detected)
+"""
+
+
+def resolved(write_config: WriteConfig, text: str = "", **env: str) -> tuple[FsdpConfig, list[str]]:
+    settings, notes = resolve_fsdp(resolve_config(write_config(text), env=env).config, env)
+    assert settings is not None
+    return settings, notes
+
+
+def refusal(write_config: WriteConfig, text: str) -> str:
+    with pytest.raises(UserError) as caught:
+        resolve_fsdp(load_config(write_config(text)), {})
+    return str(caught.value)
+
+
+def test_off_by_default_B03(write_config: WriteConfig) -> None:
+    config = load_config(write_config())
+    assert config.use_fsdp is False
+    assert chosen_strategy(config, {}) == "auto"
+
+
+def test_use_fsdp_reads_the_packaged_file_B04_B05_B06_B07_D06_D07_D08(write_config: WriteConfig) -> None:
+    settings, notes = resolved(write_config, "use_fsdp: true\n")
+    assert settings == FsdpConfig(source="configs/accelerate_fsdp.yaml")
+    assert (settings.version, settings.sharding_strategy, settings.offload) == (2, "FULL_SHARD", False)
+    assert (settings.wrap_policy, settings.min_num_params) == ("TRANSFORMER_BASED_WRAP", 1_000_000)
+    assert notes == []
+
+
+def test_the_documents_file_D07_D08_D09_D10_D11_D12_D13_D14_D15(write_config: WriteConfig) -> None:
+    write_config()
+    Path("accelerate.yaml").write_text(DOCUMENT_D)
+    settings, notes = resolved(write_config, "use_fsdp: true\naccelerate_config: accelerate.yaml\n")
+    assert (settings.sharding_strategy, settings.offload, settings.ram_efficient_loading) == ("FULL_SHARD", True, True)
+    assert settings.source == "accelerate.yaml"
+    said = [note.split(":")[0] for note in notes]
+    assert said == ["fsdp_backward_prefetch", "fsdp_limit_all_gathers", "fsdp_use_orig_params", "fsdp_min_num_params"]
+    assert all("has no effect" in note for note in notes)
+    assert read_accelerate_file("accelerate.yaml").num_processes == 8
+    # bf16 in that file is for GPUs: the same file also runs on a CPU.
+    assert settings.mixed_precision == "auto"
+    assert resolved(write_config, "use_fsdp: true\nmixed_precision: bf16\n")[0].mixed_precision == "bf16"
+
+
+def test_training_yaml_overrides_the_file(write_config: WriteConfig) -> None:
+    text = "use_fsdp: true\naccelerate_config: accelerate_fsdp_offload\nfsdp_cpu_offload: false\n"
+    settings, _ = resolved(write_config, text + "fsdp_sharding_strategy: shard_grad_op\nfsdp_state_dict_type: full\n")
+    assert settings.offload is False
+    assert (settings.sharding_strategy, settings.reshard_after_forward) == ("SHARD_GRAD_OP", False)
+    assert settings.state_dict_type == "FULL_STATE_DICT"
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("fsdp_backward_prefetch: NONE", "fsdp_backward_prefetch: NO_PREFETCH"),
+        ("fsdp_limit_all_gathers: true", "fsdp_limit_all_gathers: true"),
+        ("fsdp_use_orig_params: false", "fsdp_use_orig_params: false"),
+        ("fsdp_buffer_dtype: float32", "fsdp_buffer_dtype: float32"),
+        ("fsdp_sync_module_states: true", "fsdp_sync_module_states: true"),
+    ],
+)
+def test_what_only_fsdp1_has_is_accepted_and_said_once_C09_C11_C13_E08_E13(
+    write_config: WriteConfig, line: str, name: str
+) -> None:
+    _, notes = resolved(write_config, f"use_fsdp: true\n{line}\n")
+    assert len(notes) == 1
+    assert notes[0].startswith(f"{name} has no effect under FSDP2: FSDP2 ")
+    under_fsdp1, notes = resolved(write_config, f"use_fsdp: true\nfsdp_version: 1\n{line}\n")
+    assert under_fsdp1.version == 1
+    assert notes == []
+
+
+def test_what_only_fsdp2_has(write_config: WriteConfig) -> None:
+    _, notes = resolved(write_config, "use_fsdp: true\nfsdp_version: 1\nfsdp_output_dtype: bfloat16\n")
+    assert [note for note in notes if note.startswith("fsdp_output_dtype: bfloat16 has no effect under FSDP1")]
+    settings, notes = resolved(write_config, "use_fsdp: true\nfsdp_reshard_after_forward: false\n")
+    assert (settings.sharding_strategy, settings.reshard_after_forward, notes) == ("SHARD_GRAD_OP", False, [])
+    assert set(FSDP1_ONLY) | set(FSDP2_ONLY) <= set(TrainConfig.model_fields)
+
+
+def test_fsdp1_options_reach_fsdp1(write_config: WriteConfig) -> None:
+    text = "fsdp: {enabled: true, version: 1, backward_prefetch: BACKWARD_POST, forward_prefetch: true,\n"
+    settings, notes = resolved(write_config, text + " limit_all_gathers: false, use_orig_params: false}\n")
+    assert (settings.backward_prefetch, settings.forward_prefetch) == ("BACKWARD_POST", True)
+    assert (settings.limit_all_gathers, settings.use_orig_params) == (False, False)
+    assert notes == []
+
+
+def test_forward_prefetch_is_there_in_fsdp2_C10_E09(write_config: WriteConfig) -> None:
+    settings, notes = resolved(write_config, "use_fsdp: true\nfsdp_forward_prefetch: true\n")
+    assert (settings.version, settings.forward_prefetch, notes) == (2, True, [])
+
+
+def test_local_state_dict_E12(write_config: WriteConfig) -> None:
+    message = refusal(write_config, "use_fsdp: true\nfsdp_state_dict_type: local_state_dict\n")
+    assert "LOCAL_STATE_DICT does not exist in FSDP2" in message and "SHARDED_STATE_DICT" in message
+    settings, _ = resolved(write_config, "use_fsdp: true\nfsdp_version: 1\nfsdp_state_dict_type: local_state_dict\n")
+    assert settings.state_dict_type == "LOCAL_STATE_DICT"
+
+
+def test_no_shard_is_ddp_and_says_so_C08(write_config: WriteConfig) -> None:
+    config = load_config(write_config("use_fsdp: true\nfsdp_sharding_strategy: no_shard\n"))
+    assert chosen_strategy(config, {}) == "ddp"
+    settings, notes = resolve_fsdp(config, {})
+    assert settings is None
+    assert notes == ["fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy on each process)"]
+
+
+@pytest.mark.parametrize("count", ["0", "null"])
+def test_no_size_is_a_million_B09(write_config: WriteConfig, count: str) -> None:
+    text = f"use_fsdp: true\nfsdp_auto_wrap_policy: size_based_wrap\nfsdp_min_num_params: {count}\n"
+    settings, notes = resolved(write_config, text)
+    assert settings.min_num_params == 1_000_000
+    assert "counts as 1,000,000" in notes[0]
+    assert resolved(write_config, text.replace(count, "500000"))[0].min_num_params == 500_000
+
+
+def test_layer_classes_B08(write_config: WriteConfig) -> None:
+    assert resolved(write_config, "use_fsdp: true\n")[0].layer_classes is None
+    for text, classes in (("BertLayer", ("BertLayer",)), ("[A, b.C]", ("A", "b.C")), ("A,B", ("A", "B"))):
+        line = f"use_fsdp: true\nfsdp_transformer_layer_cls_to_wrap: {text}\n"
+        assert resolved(write_config, line)[0].layer_classes == classes
+
+
+def test_sharding_and_resharding_that_contradict(write_config: WriteConfig) -> None:
+    text = "use_fsdp: true\nfsdp_sharding_strategy: SHARD_GRAD_OP\nfsdp_reshard_after_forward: true\n"
+    assert "contradict each other" in refusal(write_config, text)
+
+
+def test_lora_under_fsdp1_needs_original_parameters_C13(write_config: WriteConfig) -> None:
+    text = "use_fsdp: true\nuse_lora: true\nfsdp_version: 1\nfsdp_use_orig_params: false\n"
+    assert "set fsdp_use_orig_params: true" in refusal(write_config, text)
+
+
+def test_ram_efficient_loading_under_fsdp1_needs_sync(write_config: WriteConfig) -> None:
+    text = "use_fsdp: true\nfsdp_version: 1\nfsdp_sync_module_states: false\nfsdp_cpu_ram_efficient_loading: true\n"
+    assert "without weights: set fsdp_sync_module_states: true" in refusal(write_config, text)
+
+
+def test_mixed_precision_of_fsdp_E13(write_config: WriteConfig) -> None:
+    text = "use_fsdp: true\nfsdp_mixed_precision: true\nfsdp_param_dtype: bf16\nfsdp_reduce_dtype: fp32\n"
+    settings, _ = resolved(write_config, text)
+    assert (settings.mixed_precision, settings.param_dtype, settings.reduce_dtype) == ("bf16", "bfloat16", "float32")
+    assert resolved(write_config, "use_fsdp: true\nfsdp_mixed_precision: false\n")[0].mixed_precision == "no"
+
+
+def test_strategies_C02(write_config: WriteConfig) -> None:
+    def strategy(text: str) -> str:
+        return chosen_strategy(load_config(write_config(text)), {})
+
+    assert strategy("distributed: {strategy: auto, fsdp: {enabled: true}}\n") == "fsdp"
+    assert strategy("strategy: fsdp\n") == "fsdp"
+    assert strategy("strategy: ddp\n") == "ddp"
+    assert strategy("strategy: auto\n") == "auto"
+    assert strategy("accelerate_config: single_node_fsdp\n") == "fsdp"
+    assert strategy("accelerate_config: accelerate_ddp\n") == "ddp"
+
+
+def test_use_fsdp_with_a_file_that_does_not_shard(write_config: WriteConfig) -> None:
+    message = refusal(write_config, "use_fsdp: true\naccelerate_config: accelerate_ddp\n")
+    assert "use_fsdp: true, but configs/accelerate_ddp.yaml is for ddp" in message
+
+
+def test_the_launchers_values_hold_and_are_said(write_config: WriteConfig) -> None:
+    env = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+        "FSDP_RESHARD_AFTER_FORWARD": "false",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+        "FSDP_MIN_NUM_PARAMS": "100000000",
+        "FSDP_USE_ORIG_PARAMS": "true",
+    }
+    settings, notes = resolved(write_config, "fsdp_auto_wrap_policy: NO_WRAP\n", **env)
+    assert settings.source == "accelerate launch"
+    assert (settings.sharding_strategy, settings.offload, settings.wrap_policy) == (
+        "SHARD_GRAD_OP",
+        True,
+        "SIZE_BASED_WRAP",
+    )
+    assert settings.min_num_params == 100_000_000
+    assert notes[0].startswith("FSDP options set by accelerate launch: fsdp_version: 2, ")
+    assert "is what accelerate launch sets when its file does not say" in notes[1]
+    with pytest.raises(UserError, match="FSDP_VERSION=3, set by accelerate launch: fsdp_version must be 1 or 2"):
+        resolve_config(write_config(), env=env | {"FSDP_VERSION": "3"})
+
+
+def test_gradient_checkpointing_D22_C12(write_config: WriteConfig) -> None:
+    def decision(text: str) -> tuple[bool, str]:
+        return resolve_gradient_checkpointing(load_config(write_config(text)), {})
+
+    assert decision("") == (False, "default without use_fsdp")
+    assert decision("use_fsdp: true\n") == (True, "default with use_fsdp: true")
+    assert decision("use_fsdp: true\ngradient_checkpointing: false\n") == (False, "gradient_checkpointing")
+    assert decision("fsdp: {enabled: true, activation_checkpointing: false}\n") == (
+        False,
+        "fsdp_activation_checkpointing",
+    )
+    assert decision("accelerate_config: single_node_fsdp\n") == (True, "configs/single_node_fsdp.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_limit_all_gather: true}\n",
+            "did you mean 'fsdp_limit_all_gathers'",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config:\n  min_num_parms: 3\n",
+            "line 3: unknown key 'min_num_parms' in fsdp_config",
+        ),
+        (
+            "distributed_type: FSDP\nnum_proceses: 3\n",
+            "line 2: unknown key 'num_proceses', did you mean 'num_processes'",
+        ),
+        ("distributed_type: FSDP\nfsdp_version: 2\n", "unknown key 'fsdp_version', it belongs under fsdp_config"),
+        ("distributed_type: DEEPSPEED\n", "distributed_type must be FSDP, MULTI_GPU, MULTI_CPU or NO"),
+        ("num_processes: 2\n", "distributed_type must be"),
+        ("distributed_type: FSDP\nnum_machines: 2\nnum_processes: 3\n", "must be a multiple of num_machines: 2"),
+        ("distributed_type: FSDP\nnum_machines: x\n", "num_machines must be a whole number"),
+        ("distributed_type: FSDP\nuse_cpu: perhaps\n", "use_cpu must be true or false"),
+        ("distributed_type: FSDP\nmixed_precision: fp8\n", "mixed_precision must be no, bf16 or fp16"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: SHARD}\n", "fsdp_sharding_strategy must be"),
+        ("distributed_type: FSDP\nfsdp_config: [1]\n", "fsdp_config must hold keys with values"),
+        ("distributed_type: [\n", "not valid YAML"),
+    ],
+)
+def test_mistakes_in_the_accelerate_file(write_config: WriteConfig, text: str, words: str) -> None:
+    write_config()
+    Path("accelerate.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_accelerate_file("accelerate.yaml")
+    assert words in str(caught.value)
+    assert "accelerate.yaml" in str(caught.value)
+
+
+def test_compute_device_is_accepted_with_a_warning_D30(write_config: WriteConfig) -> None:
+    write_config()
+    Path("accelerate.yaml").write_text("distributed_type: FSDP\ncompute_device: gpu\n")
+    assert "compute_device: gpu in accelerate.yaml has no effect" in read_accelerate_file("accelerate.yaml").notes[0]
+
+
+def test_keys_that_only_accelerate_uses_are_named(write_config: WriteConfig) -> None:
+    write_config()
+    Path("accelerate.yaml").write_text(
+        "distributed_type: FSDP\ndynamo_config: {dynamo_backend: INDUCTOR}\n"
+        "fsdp_config: {fsdp_ignored_modules: x, fsdp_reshard_after_forward: SHARD_GRAD_OP}\n"
+        "use_cpu: true\ngpu_ids: 0,1\n"
+    )
+    file = read_accelerate_file("accelerate.yaml")
+    assert file == AccelerateFile(
+        source="accelerate.yaml",
+        distribution="fsdp",
+        fsdp={"fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+        use_cpu=True,
+        gpu_ids="0,1",
+        notes=file.notes,
+    )
+    assert [note.split(" in ")[0] for note in file.notes] == ["dynamo_config", "fsdp_ignored_modules"]
+
+
+def test_a_name_that_is_no_preset_C18(write_config: WriteConfig) -> None:
+    with pytest.raises(UserError) as caught:
+        chosen_strategy(load_config(write_config("accelerate_config: single_node_fdsp\n")), {})
+    assert "neither a file nor a preset" in str(caught.value)
+    assert "did you mean 'single_node_fsdp'" in str(caught.value)
+    assert "large_scale_fsdp, multi_node_fsdp or single_node_fsdp" in str(caught.value)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_accelerate_file("x" * 5000)

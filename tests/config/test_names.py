@@ -1,0 +1,254 @@
+"""Names and spellings of the five documents and of other systems: each reaches the one option, and is reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.config.conftest import WriteConfig
+from vembed.config.aliases import ALIASES, BLOCKS, PREFIXES, TRANSLATED, known_names, target_of
+from vembed.config.loading import load_config, resolve_config
+from vembed.config.options import all_options
+from vembed.config.spelling import SPELLINGS
+from vembed.errors import UserError
+
+HERETIC = """\
+[model]
+model = "meta-llama/Llama-2-7b-chat-hf"
+batch_size = 4
+data_path = "train.jsonl"
+
+[fsdp]
+use_fsdp = true
+fsdp_sharding_strategy = "FULL_SHARD"
+fsdp_offload_params = false
+fsdp_cpu_offload = false
+fsdp_auto_wrap_policy = "TRANSFORMER_BASED_WRAP"
+fsdp_transformer_layer_cls_to_wrap = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
+fsdp_min_num_params = 1000000
+"""
+
+MODULAR = """\
+model_name: some/model
+data_path: train.jsonl
+training_stages:
+  stage1:
+    training: {batch_size: 2, gradient_accumulation_steps: 4}
+    distributed:
+      strategy: "fsdp"
+      num_nodes: 1
+      devices: 8
+      sync_batchnorm: false
+      fsdp:
+        enabled: true
+        cpu_offload: false
+        sharding_strategy: "FULL_SHARD"
+        backward_prefetch: "BACKWARD_PRE"
+        forward_prefetch: false
+        limit_all_gathers: true
+        activation_checkpointing: true
+        use_orig_params: false
+  stage2:
+    distributed: {strategy: ddp, devices: 2}
+logging:
+  debug: true
+  log_file: "training.log"
+wandb:
+  use_wandb: true
+  project: "accfiy-fsdp"
+  tags: ["fsdp", "multi-node"]
+"""
+
+FREE = """\
+model_name: some/model
+data_path: train.jsonl
+distributed:
+  use_fsdp: true
+  fsdp_sharding_strategy: "full_shard"
+  fsdp_backward_prefetch: "backward_pre"
+  fsdp_forward_prefetch: false
+  fsdp_auto_wrap_policy: "transformer_auto_wrap"
+  fsdp_min_num_params: 1000000
+  fsdp_state_dict_type: "full_state_dict"
+  fsdp_mixed_precision: true
+  fsdp_param_dtype: "bfloat16"
+  fsdp_reduce_dtype: "float32"
+  fsdp_buffer_dtype: "float32"
+training:
+  batch_size: 64
+  learning_rate: 2e-4
+  gradient_checkpointing: true
+  bf16: true
+  gradient_clip_norm: 1.0
+"""
+
+
+def test_document_a_toml_A12_A09_B20(write_config: WriteConfig) -> None:
+    config = load_config(write_config(HERETIC, name="config_with_fsdp.toml", needed=""))
+    assert config.model_name == "meta-llama/Llama-2-7b-chat-hf"
+    assert (config.batch_size, config.use_fsdp, config.fsdp_sharding_strategy) == (4, True, "FULL_SHARD")
+    assert config.fsdp_offload_params is config.fsdp_cpu_offload is False
+    assert config.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+    assert config.fsdp_transformer_layer_cls_to_wrap == "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
+    assert config.fsdp_min_num_params == 1_000_000
+    assert load_config("config_with_fsdp.toml", ["batch_size=16"]).batch_size == 16
+
+
+def test_document_c_stage_one_C01_C02_C03_C04_C05_C06_C07_C08_C09_C10_C11_C12_C13_C29_C31_C32(
+    write_config: WriteConfig,
+) -> None:
+    config = resolve_config(write_config(MODULAR, needed=""), stage="stage1").config
+    assert (config.strategy, config.use_fsdp, config.num_machines, config.num_processes) == ("fsdp", True, 1, 8)
+    assert (config.batch_size, config.gradient_accumulation_steps, config.sync_batchnorm) == (2, 4, False)
+    assert (config.fsdp_cpu_offload, config.fsdp_sharding_strategy) == (False, "FULL_SHARD")
+    assert (config.fsdp_backward_prefetch, config.fsdp_forward_prefetch) == ("BACKWARD_PRE", False)
+    assert (config.fsdp_limit_all_gathers, config.fsdp_use_orig_params) == (True, False)
+    assert config.fsdp_activation_checkpointing is True
+    assert (config.debug, config.log_file) == (True, "training.log")
+    assert (config.wandb_project, config.wandb_tags) == ("accfiy-fsdp", ["fsdp", "multi-node"])
+    assert config.report_to == ["tensorboard", "wandb"]
+    assert config.output_dir == "output/stage1"
+
+
+def test_stage_two_starts_from_the_result_of_stage_one_C20_C01(write_config: WriteConfig) -> None:
+    file = write_config(MODULAR, needed="")
+    for chosen in (resolve_config(file, stage="stage2"), resolve_config(file, ["stage=stage2"])):
+        assert chosen.config.model_name == "output/stage1/final"
+        assert chosen.config.output_dir == "output/stage2"
+        assert (chosen.config.strategy, chosen.config.num_processes) == ("ddp", 2)
+        assert chosen.origins["model_name"] == "cfg.yaml, result of stage1"
+    with pytest.raises(UserError, match=r"several stages: choose with --stage NAME: stage1, stage2"):
+        load_config(file)
+    with pytest.raises(UserError, match="there is no stage 'stage3'"):
+        resolve_config(file, stage="stage3")
+    with pytest.raises(UserError, match="there is no training_stages block"):
+        resolve_config(write_config(), stage="stage1")
+
+
+def test_document_e_E06_E07_E08_E09_E10_E12_E13_E14_E15_E16_E17_E18(write_config: WriteConfig) -> None:
+    config = load_config(write_config(FREE, needed=""))
+    assert config.use_fsdp is True
+    assert (config.fsdp_sharding_strategy, config.fsdp_backward_prefetch) == ("FULL_SHARD", "BACKWARD_PRE")
+    assert (config.fsdp_forward_prefetch, config.fsdp_auto_wrap_policy) == (False, "TRANSFORMER_BASED_WRAP")
+    assert (config.fsdp_state_dict_type, config.fsdp_mixed_precision) == ("FULL_STATE_DICT", True)
+    assert (config.fsdp_param_dtype, config.fsdp_reduce_dtype, config.fsdp_buffer_dtype) == (
+        "bfloat16", "float32", "float32",
+    )  # fmt: skip
+    assert (config.batch_size, config.learning_rate, config.gradient_checkpointing) == (64, 2e-4, True)
+    assert (config.mixed_precision, config.max_grad_norm) == ("bf16", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "option", "value"),
+    [
+        ("fsdp_backward_prefetch: NONE", "fsdp_backward_prefetch", "NO_PREFETCH"),
+        ("fsdp_backward_prefetch: no_prefetch", "fsdp_backward_prefetch", "NO_PREFETCH"),
+        ("fsdp_auto_wrap_policy: size_based_auto_wrap", "fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"),
+        ("fsdp_auto_wrap_policy: none", "fsdp_auto_wrap_policy", "NO_WRAP"),
+        ("fsdp_sharding_strategy: shard-grad-op", "fsdp_sharding_strategy", "SHARD_GRAD_OP"),
+        ("fsdp_state_dict_type: local_state_dict", "fsdp_state_dict_type", "LOCAL_STATE_DICT"),
+        (
+            "fsdp_transformer_layer_cls_to_wrap: BertLayer,ViTLayer",
+            "fsdp_transformer_layer_cls_to_wrap",
+            ["BertLayer", "ViTLayer"],
+        ),
+        ("fsdp_param_dtype: bf16", "fsdp_param_dtype", "bfloat16"),
+        ("fsdp_version: '1'", "fsdp_version", 1),
+        ("torch_dtype: torch.bfloat16", "torch_dtype", "bfloat16"),
+        ("dtype: BF16", "torch_dtype", "bfloat16"),
+        ("precision: bf16-mixed", "mixed_precision", "bf16"),
+        ("precision: 16-mixed", "mixed_precision", "fp16"),
+        ("precision: 32", "mixed_precision", "no"),
+        ("fp16: true", "mixed_precision", "fp16"),
+        ("bf16: false", "mixed_precision", "no"),
+        ("mixed_precision: false", "mixed_precision", "no"),
+        ("mixed_precision: BF16", "mixed_precision", "bf16"),
+        ("devices: -1", "num_processes", "auto"),
+        ("devices: auto", "num_processes", "auto"),
+        ("num_gpus: 4", "num_processes", 4),
+        ("num_nodes: 2", "num_machines", 2),
+        ("effective_batch_size: 256", "global_batch_size", 256),
+        ("base_lr: 1e-4", "learning_rate", 1e-4),
+        ("num_train_epochs: 3", "epochs", 3.0),
+        ("per_device_train_batch_size: 8", "batch_size", 8),
+        ("max_seq_length: 256", "max_length", 256),
+        ("grad_clip: 0.5", "max_grad_norm", 0.5),
+        ("optimizer: adamw_torch", "optim", "adamw"),
+        ("optimizer: {name: adamw_bnb_8bit, lr: 1e-4}", "optim", "adamw_8bit"),
+        ("optim: AdamW_8bit", "optim", "adamw_8bit"),
+        ("model: {pooling: last_token}", "pooling", "last"),
+        ("lora: {enabled: true, r: 8, alpha: 16}", "lora_r", 8),
+        ("mrl: {enabled: true, dims: [1024]}", "mrl_dims", [1024]),
+        ("scale: 20", "temperature", 0.05),
+        ("ddp_timeout: 1800", "dist_timeout_minutes", 30.0),
+        ("betas: [0.9, 0.98]", "adam_beta2", 0.98),
+        ("loss: {type: mnrl, temperature: 0.1}", "loss", "infonce"),
+        ("report_to: none", "report_to", []),
+        ("report_to: [tb, WandB]", "report_to", ["tensorboard", "wandb"]),
+        ("report_to:", "report_to", []),
+        ("fsdp: full_shard auto_wrap offload", "fsdp_offload_params", True),
+        ("fsdp: true", "use_fsdp", True),
+        ("fsdp_config: single_node_fsdp", "accelerate_config", "single_node_fsdp"),
+        ("fsdp: {version: 1}", "fsdp_version", 1),
+        ("fsdp: {transformer_cls_to_wrap: BertLayer}", "fsdp_transformer_layer_cls_to_wrap", "BertLayer"),
+        ("fsdp_config: {min_num_params: 5}", "fsdp_min_num_params", 5),
+        ("attn_implementation: flash-attention-2", "attn_implementation", "flash_attention_2"),
+        ("use-lora: true", "use_lora", True),
+        ("lora_target_modules: q_proj,v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
+        ("resume_from_checkpoint: output/checkpoint-5", "resume", "output/checkpoint-5"),
+    ],
+)
+def test_names_and_spellings_B19_E26_E27_C22(write_config: WriteConfig, line: str, option: str, value: Any) -> None:
+    resolved = resolve_config(write_config(line + "\n"))
+    assert dict(resolved.config)[option] == value
+    assert resolved.origins[option] == "cfg.yaml:3"
+
+
+def test_what_was_translated_is_listed(write_config: WriteConfig) -> None:
+    resolved = resolve_config(
+        write_config("lr: 1e-4\nfsdp:\n  enabled: true\n  backward_prefetch: none\nbatch_size: 4\n")
+    )
+    assert resolved.translated == (
+        "lr: 0.0001 -> learning_rate: 0.0001 (cfg.yaml, line 3)",
+        "fsdp.enabled: true -> use_fsdp: true (cfg.yaml, line 5)",
+        "fsdp.backward_prefetch: none -> fsdp_backward_prefetch: NO_PREFETCH (cfg.yaml, line 6)",
+    )
+
+
+def test_effective_batch_counts_accumulated_batches_E26(write_config: WriteConfig) -> None:
+    config = load_config(write_config("effective_batch_size: 256\n"), ["gradient_accumulation_steps=4"])
+    assert config.global_batch_size == 64
+    with pytest.raises(
+        UserError, match=r"effective_batch_size: 10 must be a multiple of gradient_accumulation_steps: 4"
+    ):
+        load_config(write_config("effective_batch_size: 10\ngradient_accumulation_steps: 4\n"))
+
+
+def test_switches_that_contradict_each_other(write_config: WriteConfig) -> None:
+    assert load_config(write_config("bf16: true\nfp16: false\n")).mixed_precision == "bf16"
+    with pytest.raises(UserError, match="both set mixed_precision"):
+        load_config(write_config("bf16: true\nfp16: true\n"))
+    assert load_config(write_config("use_wandb: true\nreport_to: [wandb]\n")).report_to == ["wandb"]
+    with pytest.raises(UserError, match="use_wandb: true and report_to"):
+        load_config(write_config("use_wandb: true\nreport_to: none\n"))
+
+
+def test_keys_that_are_known_and_not_used(write_config: WriteConfig) -> None:
+    with pytest.raises(UserError, match="'save_strategy' is not used here: checkpoints are written every save_steps"):
+        load_config(write_config("save_strategy: epoch\n"))
+
+
+def test_the_table_is_sound() -> None:
+    options = all_options()
+    names = [name for names in ALIASES.values() for name in names.split()]
+    assert set(ALIASES) <= set(options)
+    assert len(names) == len(set(names)), "one name, one option"
+    assert not set(names) & (set(options) | set(TRANSLATED))
+    assert set(SPELLINGS) <= set(options)
+    assert set(PREFIXES) <= set(BLOCKS)
+    for block, table in BLOCKS.items():
+        assert all(target in options for target in table.values() if isinstance(target, str))
+        assert all(target_of(name, block) is not None for name in known_names(block) if name not in BLOCKS), block
+    for name, choices in SPELLINGS.items():
+        assert set(choices) <= set(options[name].choices) or name == "report_to"

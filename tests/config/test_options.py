@@ -1,0 +1,38 @@
+"""The surface of the config: its list of options is frozen, documented in full, and needs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from vembed.config.options import all_options
+from vembed.tools.options_page import options_page
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_list_of_options_is_a_decision() -> None:
+    """A new option is a promise: add it to options.txt on purpose, and to CHANGELOG.md."""
+    frozen = (Path(__file__).parent / "options.txt").read_text().splitlines()
+    assert list(all_options()) == frozen
+
+
+def test_every_option_is_documented() -> None:
+    for option in all_options().values():
+        assert option.text.strip().endswith((".", ")")), option.name
+        assert option.section, option.name
+        assert option.accepts, option.name
+
+
+def test_the_page_of_options_is_current() -> None:
+    """`vembed schema --format markdown > docs/options.md` writes it."""
+    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == options_page()
+
+
+def test_the_config_package_imports_no_torch() -> None:
+    names = [path.stem for path in (ROOT / "vembed" / "config").glob("*.py") if path.stem != "__init__"]
+    code = f"import sys, vembed; from vembed.config import {', '.join(names)}\n"
+    code += "heavy = {'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,120 @@
+"""Precedence (defaults, file, launcher, command line), where each value comes from, and the config that is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.config.conftest import NEEDED, WriteConfig
+from vembed.config.loading import load_config, render, resolve_config, save_config
+from vembed.config.schema import DataSource, TrainConfig
+from vembed.errors import UserError
+
+LAUNCHER = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "1",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer,ViTLayer",
+    "FSDP_FORWARD_PREFETCH": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_MIN_NUM_PARAMS": "100000000",
+}
+
+
+def test_each_value_says_where_it_comes_from(write_config: WriteConfig) -> None:
+    file = write_config("batch_size: 8\nfsdp_sharding_strategy: SHARD_GRAD_OP\nepochs: 2\n")
+    resolved = resolve_config(file, ["epochs=3"], env=LAUNCHER)
+    assert resolved.origins["batch_size"] == "cfg.yaml:3"
+    assert resolved.origins["fsdp_sharding_strategy"] == "accelerate launch"
+    assert resolved.origins["epochs"] == "command line"
+    assert resolved.origins["learning_rate"] == "default"
+    assert set(resolved.origins) == set(TrainConfig.model_fields)
+    assert (resolved.config.epochs, resolved.config.fsdp_sharding_strategy) == (3.0, "FULL_SHARD")
+
+
+def test_the_launcher_holds_over_the_file_and_says_so_and_the_command_line_over_it(write_config: WriteConfig) -> None:
+    file = write_config("fsdp_version: 2\nfsdp_forward_prefetch: true\nmixed_precision: bf16\n")
+    resolved = resolve_config(file, env=LAUNCHER)
+    assert resolved.config.use_fsdp is True
+    assert resolved.config.fsdp_version == 1
+    assert resolved.config.fsdp_transformer_layer_cls_to_wrap == ["BertLayer", "ViTLayer"]
+    assert "fsdp_version: 1 (accelerate launch) holds over fsdp_version: 2 (cfg.yaml, line 3)" in resolved.notes
+    # Accelerate exports "false" for what its file does not mention: that is no statement.
+    assert resolved.config.fsdp_forward_prefetch is True
+    assert resolved.config.fsdp_min_num_params is None
+    assert resolved.config.gradient_checkpointing is None
+    assert resolve_config(file, ["fsdp_version=2"], env=LAUNCHER).config.fsdp_version == 2
+
+
+def test_one_switch_under_two_names_over_several_sources(write_config: WriteConfig) -> None:
+    file = write_config("fsdp_offload_params: false\nepochs: 3\nuse_fsdp: true\n")
+    resolved = resolve_config(file, ["fsdp-cpu-offload=true", "max_steps=5", "strategy=ddp"])
+    assert resolved.config.fsdp_offload_params is None
+    assert resolved.config.fsdp_cpu_offload is True
+    assert (resolved.config.max_steps, resolved.config.use_fsdp, resolved.config.strategy) == (5, False, "ddp")
+    assert "max_steps: 5 (command line) overrides epochs: 3.0 (cfg.yaml, line 4)" in resolved.notes
+
+
+def test_an_option_can_be_said_in_python(write_config: WriteConfig) -> None:
+    write_config()
+    from_dict = load_config({"model_name": "m", "data_path": "d", "training": {"lr": 1e-4}})
+    assert from_dict.learning_rate == 1e-4
+    own = TrainConfig(model_name="m", data_path=[DataSource(path="d", weight=2)], use_qlora=True)
+    resolved = resolve_config(own, ["epochs=2"])
+    assert resolved.config.epochs == 2 and resolved.config.data_path == [DataSource(path="d", weight=2)]
+    assert resolved.config.use_lora is True
+    assert resolved.origins["use_qlora"] == "TrainConfig"
+    assert resolve_config(resolved) is resolved
+    with pytest.raises(UserError, match="the config: unknown option 'lerning_rate', did you mean 'learning_rate'"):
+        load_config({"model_name": "m", "data_path": "d", "lerning_rate": 1})
+
+
+def test_paths_start_here_or_else_beside_the_file(write_config: WriteConfig) -> None:
+    file = write_config("val_data_path: val.jsonl\n", name="recipes/cfg.yaml")
+    Path("recipes/train.jsonl").touch()
+    Path("recipes/val.jsonl").touch()
+    Path("val.jsonl").touch()
+    resolved = resolve_config(file)
+    assert resolved.config.data_path == "recipes/train.jsonl"
+    assert resolved.config.val_data_path == "val.jsonl"
+    assert resolved.notes == ("data_path: train.jsonl is not in the current directory; using the one beside cfg.yaml",)
+    assert load_config(file, ["data_path=train.jsonl"]).data_path == "train.jsonl"
+    sources = write_config(
+        "data_path: [train.jsonl, {path: val.jsonl}, other.jsonl]\n", name="recipes/b.yaml", needed="model_name: m\n"
+    )
+    assert load_config(sources).data_path == ["recipes/train.jsonl", DataSource(path="val.jsonl"), "other.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "global_batch_size: 64\nwarmup_steps: 5\nmax_steps: 10\n",
+        "save_total_limit: null\nquery_prompt: '2e-5'\nrun_name: 'no'\ndocument_prompt: 'query: '\n",
+        "column_mapping: {a: query, 'b c': positive}\nreport_to: none\nmixed_precision: no\nquery_prompt: a  # b\n",
+        "eval_ks: [1]\nresume: a/b\ngradient_cache_chunk_size: 8\nquery_prompt: ''\ndocument_prompt: \"x\\ny: #\"\n",
+        "data_path: [a.jsonl, {path: b.jsonl, weight: 2, column_mapping: {q: query}}]\n",
+        "use_fsdp: true\nfsdp_transformer_layer_cls_to_wrap: [A, B]\nwandb_tags: ['1', '0x1', '1:2', 'null', '~']\n",
+    ],
+)
+def test_the_written_config_repeats_the_run(write_config: WriteConfig, text: str) -> None:
+    needed = "model_name: m\n" if "data_path" in text else NEEDED
+    resolved = resolve_config(write_config(text, needed=needed))
+    save_config(resolved.config, "again.yaml")
+    assert load_config("again.yaml").to_dict() == resolved.config.to_dict()
+    Path("shown.yaml").write_text(render(resolved.config, resolved.origins))
+    again = resolve_config("shown.yaml")
+    assert again.config.to_dict() == resolved.config.to_dict()
+    assert not [note for note in again.notes if note not in resolved.notes]
+
+
+def test_what_is_shown_names_the_origin(write_config: WriteConfig) -> None:
+    resolved = resolve_config(write_config("lr: 1e-4\n"), ["epochs=2"])
+    text = render(resolved.config, resolved.origins)
+    assert "learning_rate: 0.0001  # cfg.yaml:3\n" in text
+    assert "epochs: 2.0  # command line\n" in text
+    assert "batch_size: 32  # default\n" in text
+    assert "\n# loss\n" in text

@@ -1,0 +1,112 @@
+"""Every preset loads in Accelerate's own reader and in ours, starts under `accelerate launch`, and is in the wheel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+
+from tests.config.conftest import WriteConfig
+from vembed.config.accelerate_file import TOP_KEYS, preset_names, presets_folder, read_accelerate_file
+from vembed.config.fsdp import resolve_fsdp
+from vembed.config.loading import load_config
+
+ROOT = Path(__file__).parents[2]
+PRESETS = (
+    "accelerate_ddp", "accelerate_fsdp", "accelerate_fsdp1", "accelerate_fsdp_offload", "accelerate_hsdp",
+    "large_scale_fsdp", "multi_node_fsdp", "single_node_fsdp",
+)  # fmt: skip
+
+
+def test_the_presets_there_are_C14_C15_C16() -> None:
+    assert tuple(preset_names()) == PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_loads_in_accelerate_and_here_D06_D17(name: str, write_config: WriteConfig) -> None:
+    theirs = load_config_from_file(str(presets_folder() / f"{name}.yaml"))
+    ours = read_accelerate_file(name)
+    assert ours.notes == ()
+    assert ours.num_machines == theirs.num_machines
+    assert theirs.num_processes == ("auto" if ours.num_processes is None else ours.num_processes * ours.num_machines)
+    settings, notes = resolve_fsdp(load_config(write_config(f"accelerate_config: {name}\n")), {})
+    assert (settings is None) == (name == "accelerate_ddp")
+    assert notes == [], "a preset says nothing that has no effect"
+    if settings is not None:
+        assert settings.version == (1 if name == "accelerate_fsdp1" else 2)
+        assert settings.source == f"configs/{name}.yaml"
+
+
+def test_what_the_presets_promise_C14_C15_C16_A13() -> None:
+    single, multi, large = (
+        read_accelerate_file(f"{name}_fsdp") for name in ("single_node", "multi_node", "large_scale")
+    )
+    assert (single.num_machines, single.num_processes) == (1, 8)
+    assert (multi.num_machines, multi.num_processes) == (4, 8)
+    assert (large.num_machines, large.num_processes) == (8, 8)
+    assert [file.fsdp["fsdp_offload_params"] for file in (single, multi, large)] == [False, True, True]
+    assert all(file.fsdp["fsdp_activation_checkpointing"] for file in (single, multi, large))
+    assert large.fsdp["fsdp_forward_prefetch"] is True
+    assert read_accelerate_file("accelerate_hsdp").fsdp["fsdp_sharding_strategy"] == "HYBRID_SHARD"
+
+
+def test_our_list_of_top_level_keys_is_accelerates_D30() -> None:
+    assert set(ClusterConfig.__dataclass_fields__) == TOP_KEYS
+
+
+@pytest.mark.parametrize("name", ["accelerate_fsdp", "accelerate_ddp"])
+def test_accelerate_launch_counts_processes_by_itself_D06_D16(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        'import os; os.write(1, f\'rank {os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}\\n\'.encode())\n'
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(presets_folder() / f"{name}.yaml"),
+    ]
+    env = os.environ | {"ACCELERATE_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "--main_process_port", "0", str(script)],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert lines == [f"rank {rank} of {len(lines)}" for rank in range(len(lines))]
+    assert len(lines) in (os.cpu_count(), len(os.sched_getaffinity(0))), "without a GPU: one process per core"
+
+
+def test_presets_travel_in_the_wheel(tmp_path: Path) -> None:
+    build = [
+        sys.executable,
+        "-c",
+        "from setuptools.build_meta import build_wheel; import sys; build_wheel(sys.argv[1])",
+    ]
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "vembed", "configs"):
+        subprocess.run(["cp", "-r", str(ROOT / name), str(source / name)], check=True)
+    subprocess.run([*build, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+        archive.extractall(tmp_path / "installed")
+    assert {f"vembed/configs/{name}.yaml" for name in PRESETS} <= inside
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "vembed").rglob("*.py")}
+    assert modules <= inside, "every package is listed"
+    code = "from vembed.config.accelerate_file import *; print(read_accelerate_file('accelerate_fsdp').distribution)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "installed", capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "fsdp\n"

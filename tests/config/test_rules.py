@@ -1,0 +1,128 @@
+"""Each rule across options: one sentence, with both values, the way out and where they were set; and remarks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.config.conftest import WriteConfig
+from vembed.config import rules
+from vembed.config.loading import load_config, resolve_config
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+
+
+def config(**values: Any) -> TrainConfig:
+    return TrainConfig(model_name="m", data_path="d", **values)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("batch_size: 8\nglobal_batch_size: 64", "batch_size: 8 (per process) and global_batch_size: 64"),
+        ("warmup_ratio: 0.2\nwarmup_steps: 5", "warmup_ratio: 0.2 and warmup_steps: 5 are two ways"),
+        ("warmup_steps: 50\nmax_steps: 10", "warmup_steps: 50 is more than max_steps: 10"),
+        ("micro_batch_tokens: 4096\ngradient_cache_chunk_size: 8", "micro_batch_tokens: 4,096 and gradient_cache"),
+        ("use_mrl: true\nmrl_dims: [8, 4]\nmrl_weights: [1]", "mrl_weights has 1 entries and mrl_dims has 2"),
+        ("use_mrl: true\nmrl_weights: [1]", "needs mrl_dims"),
+        ("use_mrl: true\nmrl_dims: [8, 8]", "names a size twice"),
+        ("use_mrl: true\nmrl_dims: []", "mrl_dims: [] is empty"),
+        ("mrl_projection: false\nmrl_projection_init: pca", "mrl_projection_init: pca needs a projection"),
+        ("use_lora: false\nuse_qlora: true", "use_lora: false rules them out"),
+        ("model_family: composed", "composed needs a second tower"),
+        ("model_family: clip\nimage_model_name: x", "image_model_name: x makes a composed model, but"),
+        ("min_pixels: 9\nmax_pixels: 4", "min_pixels: 9 is more than max_pixels: 4"),
+        ("loss: triplet\nmax_negatives: 0", "max_negatives: 0 leaves none"),
+        ("use_fsdp: true\nstrategy: ddp", "use_fsdp: true and strategy: ddp contradict"),
+        ("fsdp: {enabled: false}\nstrategy: fsdp", "use_fsdp: false and strategy: fsdp contradict"),
+        ("fsdp_offload_params: true\nfsdp_cpu_offload: false", "are one switch (parameters, gradients and opt"),
+        ("gradient_checkpointing: true\nfsdp_activation_checkpointing: false", "gradient_checkpointing: true and f"),
+        ("fsdp_mixed_precision: false\nfsdp_param_dtype: bf16", "fsdp_param_dtype: bfloat16 asks for another"),
+        ("fsdp_mixed_precision: true\nmixed_precision: no", "fsdp_mixed_precision: true and mixed_precision: no"),
+        ("load_best_model_at_end: true\neval_steps: 5", "give val_data_path and save_steps too"),
+        (
+            "load_best_model_at_end: true\neval_steps: 10\nsave_steps: 25\nval_data_path: v",
+            "save_steps: 25 must be a multiple of eval_steps: 10",
+        ),
+        ("eval_metric: ndcg@20", "20 is not among eval_ks: [1, 5, 10, 100]"),
+        ("profile_steps: [12, 10]", "profile_steps: [12, 10] must be two numbers"),
+        ("profile_steps: 3", "profile_steps: [3] must be two numbers"),
+        ("log_file: ../x.log", "log_file: '../x.log' must be the name of a file in output_dir"),
+        ("learn_temperature: true\ntemperature: 2", "temperature: 2 is where a learned temperature starts"),
+        ("loss: sigmoid\ntemperature: 0.001", "it is kept from 0.005 to 1: start inside"),
+        ("output_dir: ''", "output_dir is empty"),
+    ],
+)
+def test_rule_B06(write_config: WriteConfig, text: str, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(write_config(text + "\n"))
+    assert sentence in str(caught.value)
+    assert "cfg.yaml, line" in str(caught.value), "where it was set"
+
+
+def test_a_good_config_breaks_no_rule(write_config: WriteConfig) -> None:
+    text = "use_mrl: true\nmrl_dims: [128, 256]\nmrl_weights: [1, 2]\nload_best_model_at_end: true\neval_steps: 5\n"
+    resolved = resolve_config(write_config(text + "save_steps: 10\nval_data_path: v\neval_metric: ndcg@10\n"))
+    assert rules.violations(resolved.config) == []
+    assert resolved.notes == ()
+
+
+@pytest.mark.parametrize(("world_size", "rows"), [(1, 96), (2, 48), (3, 32)])
+def test_global_batch_is_divided_among_processes(world_size: int, rows: int) -> None:
+    assert rules.batch_size_per_process(config(global_batch_size=96), world_size) == rows
+    assert rules.batch_size_per_process(config(batch_size=7), world_size) == 7
+
+
+def test_global_batch_that_cannot_be_divided_E26() -> None:
+    with pytest.raises(UserError, match="global_batch_size: 100 cannot be divided among 3 processes: use 99 or 102"):
+        rules.batch_size_per_process(config(global_batch_size=100), 3)
+    with pytest.raises(UserError, match="use 8, or another number"):
+        rules.batch_size_per_process(config(global_batch_size=3), 8)
+
+
+def test_matryoshka_sizes_stay_with_their_weights_D24() -> None:
+    unsorted = config(use_mrl=True, mrl_dims=[64, 256, 128], mrl_weights=[1, 2, 3])
+    assert rules.matryoshka_sizes(unsorted, 256) == [(256, 2.0), (128, 3.0), (64, 1.0)]
+    assert rules.matryoshka_sizes(config(use_mrl=True), 384) == [(384, 1.0), (192, 1.0), (96, 1.0)]
+    assert rules.matryoshka_sizes(config(), 384) == [(384, 1.0)]
+    with pytest.raises(UserError, match=r"mrl_dims: 512 is larger than the embedding, which has 384 numbers"):
+        rules.matryoshka_sizes(config(use_mrl=True, mrl_dims=[512]), 384)
+
+
+@pytest.mark.parametrize(
+    ("values", "remark"),
+    [
+        ({"loss": "triplet", "temperature": 0.1}, "temperature: 0.1 has no effect with loss: triplet"),
+        ({"loss": "cosine", "bidirectional": True}, "bidirectional: true has no effect with loss: cosine"),
+        ({"loss": "sigmoid", "bidirectional": True}, "bidirectional: true has no effect with loss: sigmoid"),
+        ({"triplet_margin": 0.5}, "triplet_margin: 0.5 has no effect with loss: infonce"),
+        ({"lora_r": 8}, "lora_r: 8 has no effect without use_lora"),
+        ({"mrl_dims": [8]}, "mrl_dims: [8] has no effect without use_mrl"),
+        ({"eval_steps": 5}, "eval_steps: 5 has no effect without val_data_path"),
+        ({"max_steps": 5, "epochs": 2}, "max_steps: 5 decides the length of the run, epochs: 2 does not"),
+        ({"base_batch_size": 64}, "base_batch_size: 64 has no effect with scale_learning_rate: none"),
+        ({"homogeneous_batches": True}, "homogeneous_batches: true has no effect with a single source in data_path"),
+        ({"pure_dtype": True}, "pure_dtype: true has no effect with torch_dtype: auto"),
+        ({"resume_anyway": True}, "resume_anyway: true has no effect without resume"),
+        ({"wandb_project": "x"}, "wandb_project and wandb_tags have no effect with report_to: ['tensorboard']"),
+        ({"strategy": "ddp", "fsdp_version": 1}, "fsdp_version: 1 has no effect with strategy: ddp"),
+        ({"val_data_path": "d"}, "val_data_path is the training data"),
+    ],
+)
+def test_what_has_no_effect_is_said(values: dict[str, Any], remark: str) -> None:
+    assert [line for line in rules.remarks(config(**values)) if line.startswith(remark)], rules.remarks(
+        config(**values)
+    )
+
+
+def test_defaults_cause_no_remark() -> None:
+    assert rules.remarks(config()) == []
+
+
+def test_tables_name_options() -> None:
+    names = {
+        name for table in (rules.NEEDED_BY, rules.WITHOUT_EFFECT_UNDER_LOSS) for row in table.values() for name in row
+    }
+    assert names | set(rules.NEEDED_BY) <= set(TrainConfig.model_fields)
+    assert set(rules.WITHOUT_EFFECT_UNDER_LOSS) == {"infonce", "cosent", "cosine", "triplet", "sigmoid"}

@@ -1,0 +1,47 @@
+"""vembed: one YAML in, a fine-tuned embedding model and an evaluation report out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = [
+    "Embedder",
+    "UserError",
+    "__version__",
+    "evaluate",
+    "fsdp_empty_cache",
+    "fsdp_print_memory_usage",
+    "load_config",
+    "train",
+    "unify_model_dtype_for_fsdp",
+]
+
+if TYPE_CHECKING:
+    from vembed.config.loading import load_config
+    from vembed.distributed.fsdp import unify_model_dtype_for_fsdp
+    from vembed.distributed.memory import fsdp_empty_cache, fsdp_print_memory_usage
+    from vembed.errors import UserError
+    from vembed.evaluation.embedder import Embedder
+    from vembed.evaluation.run import evaluate
+    from vembed.training.run import train
+
+_HOME = {
+    "Embedder": "vembed.evaluation.embedder",
+    "UserError": "vembed.errors",
+    "evaluate": "vembed.evaluation.run",
+    "fsdp_empty_cache": "vembed.distributed.memory",
+    "fsdp_print_memory_usage": "vembed.distributed.memory",
+    "load_config": "vembed.config.loading",
+    "train": "vembed.training.run",
+    "unify_model_dtype_for_fsdp": "vembed.distributed.fsdp",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, when it is asked for: `import vembed` alone loads no torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'vembed' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,237 @@
+"""The one table of other names: what other systems call an option, flat or in a block, and its name here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vembed.config.options import all_options
+from vembed.config.spelling import as_bool
+
+Setting = tuple[str, Any]
+"""An option and its value."""
+
+
+class Unsure(str):
+    """Name of an option in a `Setting` that counts only where nothing else sets the option: `bf16: false`."""
+
+    __slots__ = ()
+
+
+Target = str | Callable[[Any], list[Setting]]
+"""What another name stands for: an option, or a function from the value to settings. ValueError: the value is wrong."""
+
+ALIASES: dict[str, str] = {
+    # model
+    "model_name": "model model_name_or_path pretrained_model_name_or_path model_path model_id base_model",
+    "model_revision": "revision",
+    "image_model_name": "image_model",
+    "torch_dtype": "dtype",
+    "max_length": "max_seq_length max_seq_len model_max_length max_len",
+    "pooling": "pooling_mode pooling_method",
+    "query_prompt": "query_instruction query_prefix query_instruction_for_retrieval",
+    "document_prompt": "document_prefix document_instruction passage_prompt passage_prefix passage_instruction",
+    "gradient_checkpointing": "use_gradient_checkpointing",
+    # head, adapters
+    "use_mrl": "use_matryoshka",
+    "mrl_dims": "matryoshka_dims",
+    "mrl_weights": "matryoshka_weights",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "target_modules",
+    "use_qlora": "load_in_4bit",
+    # data
+    "data_path": "data train_data train_file train_path train_data_path train_dataset dataset dataset_name",
+    "val_data_path": "val_data val_file val_path eval_data eval_file eval_data_path validation_data validation_file",
+    "image_root": "image_dir image_folder",
+    "num_workers": "dataloader_num_workers",
+    # loss
+    "loss": "loss_type",
+    "similarity": "similarity_fct",
+    "temperature": "tau",
+    "bidirectional": "symmetric",
+    # batch and step
+    "batch_size": "per_device_train_batch_size per_device_batch_size train_batch_size",
+    "global_batch_size": "effective_batch_size",  # which counts accumulated batches too: loading divides
+    "gradient_accumulation_steps": "accumulate_grad_batches accumulation_steps",
+    "use_gradient_cache": "gradient_cache grad_cache",
+    "gradient_cache_chunk_size": "gc_chunk_size mini_batch_size",
+    # optimisation
+    "epochs": "num_train_epochs num_epochs max_epochs",
+    "max_steps": "max_train_steps",
+    "learning_rate": "lr base_lr",
+    "optim": "optimizer optimizer_type",
+    "weight_decay": "wd",
+    "adam_epsilon": "adam_eps",
+    "warmup_steps": "num_warmup_steps",
+    "lr_scheduler_type": "scheduler lr_scheduler scheduler_type",
+    "max_grad_norm": "grad_clip gradient_clip_norm gradient_clip_val clip_grad_norm",
+    "seed": "random_seed",
+    # distributed
+    "accelerate_config": "fsdp_config",
+    "num_processes": "devices nproc nproc_per_node num_gpus gpus",
+    "num_machines": "num_nodes nnodes",
+    "fsdp_sharding_strategy": "sharding_strategy",
+    "fsdp_offload_params": "offload_params",
+    "fsdp_cpu_offload": "cpu_offload",
+    "fsdp_auto_wrap_policy": "auto_wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap fsdp_transformer_cls_to_wrap",
+    "fsdp_reshard_after_forward": "reshard_after_forward",
+    "fsdp_backward_prefetch": "backward_prefetch",
+    "fsdp_forward_prefetch": "forward_prefetch",
+    "fsdp_limit_all_gathers": "limit_all_gathers",
+    "fsdp_use_orig_params": "use_orig_params",
+    "fsdp_activation_checkpointing": "activation_checkpointing",
+    "fsdp_state_dict_type": "state_dict_type",
+    "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
+    "fsdp_sync_module_states": "sync_module_states",
+    "sync_batchnorm": "sync_bn",
+    # evaluation, logging, saving
+    "output_dir": "output output_path save_dir",
+    "eval_steps": "evaluation_steps eval_every",
+    "eval_metric": "metric_for_best_model",
+    "save_steps": "save_every",
+    "logging_steps": "log_every log_interval log_every_n_steps",
+    "run_name": "wandb_name",
+    "resume": "resume_from_checkpoint",
+}
+"""Option -> its other names. They hold at the top of a config, inside every block, and as flags."""
+
+
+def _flag(option: str, when_true: Any, when_false: Any = None) -> Callable[[Any], list[Setting]]:
+    """A switch for one value of an option; switched off it says `when_false`, but only if nothing else does."""
+
+    def settings(value: Any) -> list[Setting]:
+        if as_bool(value):
+            return [(option, when_true)]
+        return [] if when_false is None else [(Unsure(option), when_false)]
+
+    return settings
+
+
+def _precision(value: Any) -> list[Setting]:
+    word = str(value).lower().replace("_", "-")
+    if word in ("bf16-true", "16-true"):
+        dtype = "bfloat16" if word == "bf16-true" else "float16"
+        return [("torch_dtype", dtype), ("pure_dtype", True), ("mixed_precision", "no")]
+    words = {"bf16": "bf16-mixed bf16", "fp16": "16-mixed fp16-mixed fp16 16", "no": "32-true fp32 32 no"}
+    for precision, spellings in words.items():
+        if word in spellings.split():
+            return [("mixed_precision", precision)]
+    raise ValueError("must be bf16-mixed, 16-mixed, bf16-true or 32-true")
+
+
+def _betas(value: Any) -> list[Setting]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError("must be a list of two numbers")
+    return [("adam_beta1", value[0]), ("adam_beta2", value[1])]
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
+        raise ValueError("must be a number above 0")
+    return float(value)
+
+
+def _fsdp_switch(value: Any) -> list[Setting]:
+    """`fsdp: true`, or Transformers' `fsdp: "full_shard auto_wrap offload"`."""
+    if isinstance(value, bool) or str(value).lower() in ("", "true", "false"):
+        return [("use_fsdp", as_bool(value or False))]
+    words: dict[str, Setting] = {
+        "full_shard": ("fsdp_sharding_strategy", "FULL_SHARD"),
+        "shard_grad_op": ("fsdp_sharding_strategy", "SHARD_GRAD_OP"),
+        "hybrid_shard": ("fsdp_sharding_strategy", "HYBRID_SHARD"),
+        "no_shard": ("fsdp_sharding_strategy", "NO_SHARD"),
+        "offload": ("fsdp_offload_params", True),
+        "auto_wrap": ("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+    }
+    unknown = [word for word in str(value).lower().split() if word not in words]
+    if unknown:
+        raise ValueError(f"must be true, false, or some of the words {', '.join(words)}")
+    return [("use_fsdp", True), *(words[word] for word in str(value).lower().split())]
+
+
+WANDB = "use_wandb"
+"""A switch that adds to a list, `report_to`: no option of its own, settled when its whole source is known."""
+
+
+def _wandb_switch(value: Any) -> list[Setting]:
+    return [(WANDB, as_bool(value))]
+
+
+TRANSLATED: dict[str, Callable[[Any], list[Setting]]] = {
+    "bf16": _flag("mixed_precision", "bf16", "no"),
+    "fp16": _flag("mixed_precision", "fp16", "no"),
+    "precision": _precision,
+    "flash_attention": _flag("attn_implementation", "flash_attention_2"),
+    "use_flash_attention_2": _flag("attn_implementation", "flash_attention_2"),
+    "betas": _betas,
+    "adam_betas": _betas,
+    "scale": lambda value: [("temperature", 1.0 / _number(value))],
+    "negatives_cross_device": _flag("negatives_from", "all_ranks", "own_rank"),
+    "gather_across_devices": _flag("negatives_from", "all_ranks", "own_rank"),
+    "ddp_timeout": lambda value: [("dist_timeout_minutes", _number(value) / 60)],
+    "fsdp": _fsdp_switch,
+    "use_wandb": _wandb_switch,
+}
+"""Other names whose values mean something else here."""
+
+BLOCKS: dict[str, dict[str, Target]] = {
+    "model": {"name": "model_name", "path": "model_name"},
+    "data": {"path": "data_path", "train": "data_path", "val": "val_data_path", "validation": "val_data_path"},
+    "training": {},
+    "train": {},
+    "trainer": {},
+    "optimizer": {"name": "optim", "type": "optim", "eps": "adam_epsilon"},
+    "scheduler": {"name": "lr_scheduler_type", "type": "lr_scheduler_type"},
+    "loss": {"name": "loss", "type": "loss"},
+    "lora": {"enabled": "use_lora", "rank": "lora_r"},
+    "peft": {"enabled": "use_lora", "r": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"},
+    "mrl": {"enabled": "use_mrl"},
+    "matryoshka": {"enabled": "use_mrl", "dims": "mrl_dims", "weights": "mrl_weights"},
+    "distributed": {},
+    "fsdp": {"enabled": "use_fsdp", "config": "accelerate_config"},
+    "fsdp_config": {},
+    "evaluation": {"steps": "eval_steps", "metric": "eval_metric", "ks": "eval_ks"},
+    "eval": {"data": "val_data_path"},
+    "logging": {"steps": "logging_steps", "file": "log_file"},
+    "wandb": {"enabled": _wandb_switch, "name": "run_name"},
+    "checkpoint": {"steps": "save_steps"},
+}
+"""Blocks that options may stand in, and what short names mean in them; otherwise option names and aliases hold."""
+
+PREFIXES = {"fsdp": "fsdp_", "fsdp_config": "fsdp_", "lora": "lora_", "mrl": "mrl_", "wandb": "wandb_", "eval": "eval_"}
+"""Inside the block `fsdp:`, `min_num_params` is `fsdp_min_num_params`; and so on."""
+
+REFUSED = {
+    "distributed_examples": "it holds examples: copy one under `distributed:`, or name a preset with accelerate_config",
+    "deepspeed": "DeepSpeed is not supported: use_fsdp: true shards the model",
+    "save_strategy": "checkpoints are written every save_steps steps; leave it out for none before the end",
+    "eval_strategy": "evaluation runs every eval_steps steps; leave it out for none during training",
+    "stage": "it chooses one of the blocks under training_stages, and this config has none",
+}
+"""Keys that are known, but ask for something that vembed does not do."""
+
+_FLAT: dict[str, str] = {name: option for option, names in ALIASES.items() for name in names.split()}
+
+
+def target_of(key: str, block: str | None = None) -> Target | None:
+    """What a key stands for, inside a block or flat; None where nobody knows it."""
+    name = key.strip().replace("-", "_")
+    options = all_options()
+    if block is not None and name in BLOCKS[block]:
+        return BLOCKS[block][name]
+    for candidate in (PREFIXES[block] + name, name) if block in PREFIXES else (name,):
+        if candidate in options:
+            return candidate
+        if candidate in _FLAT:
+            return _FLAT[candidate]
+    return TRANSLATED.get(name)
+
+
+def known_names(block: str | None = None) -> list[str]:
+    """Every key that may stand in a block, or at the top: the nearest name to a mistyped one is among them."""
+    flat = [*all_options(), *_FLAT, *TRANSLATED, *BLOCKS]
+    if block is None:
+        return flat
+    prefix = PREFIXES.get(block, "")
+    return [*BLOCKS[block], *(name.removeprefix(prefix) for name in all_options() if name.startswith(prefix)), *flat]

@@ -1,0 +1,197 @@
+"""The words after `vembed train`: a config file, key=value, a flag for every option, and what the launcher needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vembed.config.aliases import BLOCKS, TRANSLATED, target_of
+from vembed.config.options import all_options, nearest, shown
+from vembed.config.spelling import BOOLS
+from vembed.errors import UserError
+
+CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
+VALUED_NAMES = frozenset({"precision", "betas", "adam_betas", "scale", "ddp_timeout"})
+"""Translated names that are no switches: as flags they need a value."""
+COUNTED_OTHERWISE = frozenset({"effective_batch_size"})
+"""Other names whose number counts something else than the option's own."""
+
+LAUNCH_FLAGS = {
+    "config": ("FILE", "The config file, where it is not the first word."),
+    "set": ("KEY=VALUE", "An option, as key=value alone."),
+    "stage": ("NAME", "Which of the config's training_stages to train."),
+    "nproc": ("N", "Processes on this machine. Default: one per GPU, 1 without."),
+    "num-machines": ("N", "Machines that take part; start the same command on each."),
+    "machine-rank": ("R", "Number of this machine, from 0."),
+    "main-process-ip": ("ADDRESS", "Address of machine 0."),
+    "main-process-port": ("PORT", "A free port of machine 0. Default: 29500, or any free one on a single machine."),
+    "accelerate-config": ("FILE|PRESET", "An Accelerate config, or the name of one that vembed brings."),
+    "resume": ("[PATH]", "Go on from the newest checkpoint of output_dir, or from this one."),
+    "resume-anyway": ("", "Resume although model, data, batch or seed have changed."),
+    "debug": ("", "A detailed log per process in output_dir/logs/."),
+    "dry-run": ("", "Print what would be trained and launched, load no model, and end."),
+}
+"""Flags that the help lists: what is needed to start a run. Every option of the config is a flag as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainArguments:
+    """What stands after `vembed train`, sorted."""
+
+    config: str | None
+    """The config file; None: all options are on the command line."""
+    overrides: tuple[str, ...] = ()
+    """`key=value`, in the order of the command line."""
+    stage: str | None = None
+    machine_rank: int | None = None
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    is_dry_run: bool = False
+
+    @property
+    def source(self) -> str | dict[str, object]:
+        """What `resolve_config` starts from."""
+        return {} if self.config is None else self.config
+
+    def words(self) -> list[str]:
+        """The same config and options as words again, for the processes that are started."""
+        config = [] if self.config is None else [f"--config={self.config}"]
+        stage = [f"--stage={self.stage}"] if self.stage else []
+        return [*config, *stage, *(f"--set={override}" for override in self.overrides)]
+
+    def shown_words(self) -> list[str]:
+        """As `words`, for people: options under their own names where another one was typed."""
+        return replace(self, overrides=tuple(map(_under_its_own_name, self.overrides))).words()
+
+
+def parse_train_arguments(words: Sequence[str]) -> TrainArguments:
+    """Sort the words; UserError for what is no config, option or flag."""
+    return _Parser(words).result()
+
+
+def _under_its_own_name(override: str) -> str:
+    """`nproc=8` -> `num_processes=8`; what means something else under another name stays as it is."""
+    key, _, value = override.partition("=")
+    *blocks, last = key.split(".")
+    if blocks and blocks[-1] not in BLOCKS:
+        return override
+    target = target_of(last, blocks[-1] if blocks else None)
+    return f"{target}={value}" if isinstance(target, str) and last not in COUNTED_OTHERWISE else override
+
+
+def train_help() -> str:
+    """What `vembed train --help` prints."""
+    lines = [
+        "Usage: vembed train CFG [KEY=VALUE | --OPTION VALUE] ...",
+        "",
+        "Train a model as a config file (YAML, TOML or JSON) says, on all local devices.",
+        "",
+        "Every option of the config is a word here too: batch_size=16, --batch-size 16, --use-fsdp true;",
+        "`vembed schema --format markdown` lists them. The command line comes before the file.",
+        "",
+        "Flags:",
+    ]
+    for flag, (value, text) in LAUNCH_FLAGS.items():
+        lines.append(f"  {f'--{flag} {value}'.rstrip():<34}{text}")
+    lines += ["", "Exit codes: 0 done; 1 failed; 2 bad usage, config or data; 130, 143 stopped by a signal, and saved."]
+    return "\n".join(lines) + "\n"
+
+
+class _Parser:
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+        self.position = 0
+        self.config: str | None = None
+        self.overrides: list[str] = []
+        self.launch: dict[str, str] = {}
+        self.is_dry_run = False
+
+    def result(self) -> TrainArguments:
+        while self.position < len(self.words):
+            word = self._take()
+            if re.match(r"--?[A-Za-z]", word):
+                self._flag(word)
+            elif PAIR.match(word):
+                self.overrides.append(word)
+            else:
+                self._take_config(word)
+        if self.config is None and not self.overrides:
+            raise UserError("which config? Give its file: `vembed train cfg.yaml` (`vembed init` writes one)")
+        return TrainArguments(
+            config=self.config,
+            overrides=tuple(self.overrides),
+            stage=self.launch.get("stage"),
+            machine_rank=self._number("machine_rank"),
+            main_process_ip=self.launch.get("main_process_ip"),
+            main_process_port=self._number("main_process_port"),
+            is_dry_run=self.is_dry_run,
+        )
+
+    def _flag(self, word: str) -> None:
+        name, has_value, value = word.lstrip("-").partition("=")
+        key = name.replace("-", "_")
+        if key == "dry_run":
+            self.is_dry_run = not has_value or BOOLS.get(value.lower(), True)
+        elif key == "set":
+            pair = value if has_value else self._value(word)
+            if not PAIR.match(pair):
+                raise UserError(f"--set {shown(pair)}: it sets an option, as --set batch_size=16")
+            self.overrides.append(pair)
+        elif key == "config":
+            self._take_config(value if has_value else self._value(word))
+        elif key in ("stage", "machine_rank", "main_process_ip", "main_process_port"):
+            self.launch[key] = value if has_value else self._value(word)
+        else:
+            self.overrides.append(f"{key}={value if has_value else self._option_value(key, word)}")
+
+    def _option_value(self, key: str, word: str) -> str:
+        """The value of an option's flag; a switch takes the next word only if that can be its value."""
+        *blocks, last = key.split(".")
+        block = blocks[-1] if blocks and blocks[-1] in BLOCKS else None
+        target = target_of(last, block)
+        option = all_options().get(target) if isinstance(target, str) else None
+        if target is None:
+            return self._value_of_unknown(word)
+        if option is None and last in VALUED_NAMES and last in TRANSLATED:
+            return self._value(word)
+        if option is not None and "bool" not in option.kinds:
+            return self._value(word)
+        follower = self.words[self.position] if self.position < len(self.words) else "-"
+        is_value = follower.lower() in BOOLS or (option is not None and follower.lower() in option.choices)
+        if option is not None and "text" in option.kinds and not follower.startswith("-"):
+            is_config = self.config is None and follower.lower().endswith(CONFIG_SUFFIXES)
+            is_value = is_value or not (PAIR.match(follower) or is_config)
+        return self._take() if is_value else "true"
+
+    def _value_of_unknown(self, word: str) -> str:
+        near = nearest(
+            word.lstrip("-").partition("=")[0], [*LAUNCH_FLAGS, *(name.replace("_", "-") for name in all_options())]
+        )
+        hint = f", did you mean --{near}?" if near else "; `vembed train --help` and `vembed schema` list what there is"
+        raise UserError(f"unknown option {word}{hint}")
+
+    def _value(self, word: str) -> str:
+        if self.position >= len(self.words) or re.match(r"--[A-Za-z]", self.words[self.position]):
+            raise UserError(f"{word} needs a value")
+        return self._take()
+
+    def _take(self) -> str:
+        self.position += 1
+        return self.words[self.position - 1]
+
+    def _take_config(self, word: str) -> None:
+        if self.config is not None:
+            raise UserError(
+                f"unexpected {shown(word)} beside the config {shown(self.config)}: options are key=value or --key value"
+            )
+        self.config = word
+
+    def _number(self, key: str) -> int | None:
+        text = self.launch.get(key)
+        if text is None:
+            return None
+        if not text.isdecimal() or len(text) > 5:
+            raise UserError(f"--{key.replace('_', '-')} must be a whole number, but is {shown(text)}")
+        return int(text)

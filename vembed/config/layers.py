@@ -1,0 +1,231 @@
+"""One source of options (file, training stage, launcher, command line) -> its options, checked, with their places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vembed.config.accelerate_file import launcher_options
+from vembed.config.aliases import BLOCKS, REFUSED, WANDB, Unsure, known_names, target_of
+from vembed.config.options import checked, nearest, shown
+from vembed.config.parsing import Node, parse_value, read_tree, tree_of_mapping
+from vembed.config.schema import TrainConfig
+from vembed.config.spelling import from_text, normalise
+from vembed.errors import UserError
+
+COMMAND_LINE = "command line"
+LAUNCHER = "accelerate launch"
+STAGES = "training_stages"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One option as somebody gave it."""
+
+    option: str
+    value: Any
+    key: str
+    """As it was written: `fsdp.cpu_offload`."""
+    where: str
+    """`cfg.yaml, line 7`."""
+    is_sure: bool = True
+    """False: it counts only where its source says nothing else, as `bf16: false` beside `fp16: true`."""
+
+
+@dataclass
+class Layer:
+    """The options of one source, and what is wrong with them."""
+
+    name: str
+    given: dict[str, Given] = field(default_factory=dict)
+    problems: list[tuple[int, str]] = field(default_factory=list)
+    """(line, sentence)."""
+    refused: set[str] = field(default_factory=set)
+    """Options whose value was wrong."""
+    translated: list[str] = field(default_factory=list)
+
+    def take(
+        self, path: Sequence[str], value: Node | str, line: int = 0, *, block: str | None = None, prefix: str = ""
+    ) -> None:
+        """Enter one key: a block key by key, an option under any of its names. Text is from the command line."""
+        key, *inner = path
+        name = key.strip().replace("-", "_")
+        where = f"{self.name}, line {line}" if line else self.name
+        if name in BLOCKS and inner:
+            self.take(inner, value, line, block=name, prefix=f"{prefix}{key}.")
+        elif name in BLOCKS and isinstance(value, Node) and isinstance(value.value, dict):
+            for inner_key, node in value.value.items():
+                self.take(inner_key.split("."), node, node.line or 0, block=name, prefix=f"{prefix}{key}.")
+        elif name == "column_mapping" and inner:
+            earlier = dict(self.given.pop(name).value) if name in self.given else {}
+            plain = value.plain() if isinstance(value, Node) else value
+            self.enter(name, earlier | {".".join(inner): plain}, f"{prefix}{key}", where, line, is_as_written=True)
+        elif inner:
+            self._unknown(key, block, where, line)
+        else:
+            self._take_option(key, value, block, written=prefix + key, where=where, line=line)
+
+    def _take_option(
+        self, key: str, value: Node | str, block: str | None, *, written: str, where: str, line: int
+    ) -> None:
+        target = target_of(key, block)
+        if target is None:
+            self._unknown(key, block, where, line)
+        elif isinstance(target, str):
+            plain = value.plain() if isinstance(value, Node) else from_text(target, value)
+            self.enter(target, plain, written, where, line)
+        else:
+            plain = value.plain() if isinstance(value, Node) else parse_value(value)
+            try:
+                settings = target(plain)
+            except ValueError as error:
+                self.problems.append((line, f"{where}: {written} {error}, but is {shown(plain)}"))
+                return
+            said = ", ".join(
+                f"report_to {'with' if setting else 'without'} wandb"
+                if option == WANDB
+                else f"{option}: {_yaml_word(setting)}"
+                for option, setting in settings
+            )
+            self.translated.append(f"{written}: {_yaml_word(plain)} -> {said or 'nothing to change'} ({where})")
+            for option, setting in settings:
+                if option == WANDB:
+                    self.given[WANDB] = Given(WANDB, setting, written, where)
+                else:
+                    self.enter(option, setting, written, where, line, is_as_written=True)
+
+    def settle(self) -> None:
+        """Once all keys are in: `use_wandb` becomes an entry of `report_to`, or contradicts it."""
+        switch, trackers = self.given.pop(WANDB, None), self.given.get("report_to")
+        if switch is None:
+            return
+        if trackers is None:
+            value = ["tensorboard", "wandb"] if switch.value else ["tensorboard"]
+            self.given["report_to"] = Given("report_to", value, switch.key, switch.where)
+        elif ("wandb" in trackers.value) != switch.value:
+            both = f"{switch.key}: {_yaml_word(switch.value)} and {trackers.key}: {shown(trackers.value)}"
+            self.problems.append(
+                (0, f"{switch.where}: {both} ({trackers.where}) contradict each other: keep one of them")
+            )
+
+    def enter(
+        self, option: str, value: Any, written: str, where: str, line: int, *, is_as_written: bool = False
+    ) -> None:
+        """Enter an option under its own name, in its one spelling; record what is wrong, double or translated."""
+        name = str(option)
+        try:
+            final = checked(name, normalise(name, value))
+        except ValueError as error:
+            alias = "" if written == name else f"{written}: "
+            self.problems.append((line, f"{where}: {alias}{error}"))
+            self.refused.add(name)
+            return
+        new = Given(name, final, written, where, is_sure=not isinstance(option, Unsure))
+        old = self.given.get(name)
+        if old is not None and old.is_sure and new.is_sure and old.value != final:
+            both = f"{written}: {_yaml_word(final)} and {old.key}: {_yaml_word(old.value)} ({old.where})"
+            self.problems.append((line, f"{where}: {both} both set {name}: keep one of them"))
+            return
+        if not is_as_written and (written != name or (isinstance(value, str) and str(final) != value)):
+            self.translated.append(f"{written}: {_yaml_word(value)} -> {name}: {_yaml_word(final)} ({where})")
+        if old is None or new.is_sure:
+            self.given[name] = new
+
+    def _unknown(self, key: str, block: str | None, where: str, line: int) -> None:
+        if key in REFUSED:
+            self.problems.append((line, f"{where}: {key!r} is not used here: {REFUSED[key]}"))
+            return
+        near = nearest(key, known_names(block))
+        target = target_of(near, block) if near else None
+        meant = f" ({target})" if isinstance(target, str) and target != near else ""
+        hint = f", did you mean {near!r}{meant}?" if near else "; `vembed schema` lists all options"
+        inside = f" in {block}" if block else ""
+        self.problems.append((line, f"{where}: unknown option {shown(key)}{inside}{hint}"))
+
+
+def source_layers(source: str | Path | Mapping[str, Any] | TrainConfig, stage: str | None) -> list[Layer]:
+    """The layers of a file, a dict or a TrainConfig; with training_stages what they share, then the chosen one."""
+    if isinstance(source, TrainConfig):
+        layer = Layer("TrainConfig")
+        for name, value in source:
+            if name in source.model_fields_set:
+                layer.given[name] = Given(name, value, name, "TrainConfig")
+        return [layer]
+    if isinstance(source, Mapping):
+        tree, name = tree_of_mapping(source), "the config"
+    else:
+        tree, name = read_tree(Path(source)), str(source)
+    keys: dict[str, Node] = dict(tree.value)
+    stages = keys.pop(STAGES, None)
+    if stages is None:
+        if stage is not None:
+            raise UserError(f"{name}: stage {stage!r} was asked for, but there is no {STAGES} block to choose it from")
+        return [_layer(name, keys)]
+    asked = keys.pop("stage", None)
+    return _stage_layers(name, keys, stages, stage or (str(asked.plain()) if asked else None))
+
+
+def command_line_layer(overrides: Sequence[str]) -> tuple[Layer, str | None]:
+    """The layer of `key=value` words, and the training stage where they name one."""
+    layer, stage = Layer(COMMAND_LINE), None
+    for text in overrides:
+        key, is_pair, value = text.partition("=")
+        path = [part.strip() for part in key.split(".")]
+        if not is_pair or not all(path):
+            layer.problems.append((0, f"{COMMAND_LINE}: {shown(text)} is not of the form key=value"))
+        elif path == ["stage"]:
+            stage = value
+        else:
+            layer.take(path, value)
+    layer.settle()
+    return layer, stage
+
+
+def launcher_layer(env: Mapping[str, str]) -> Layer:
+    """The layer of what `accelerate launch` has set."""
+    layer = Layer(LAUNCHER)
+    for name, value in launcher_options(env).items():
+        layer.given[name] = Given(name, value, name, LAUNCHER)
+    return layer
+
+
+def _layer(name: str, keys: Mapping[str, Node], prefix: str = "") -> Layer:
+    layer = Layer(name)
+    for key, node in keys.items():
+        layer.take(key.split("."), node, node.line or 0, prefix=prefix)
+    layer.settle()
+    return layer
+
+
+def _stage_layers(name: str, keys: dict[str, Node], stages: Node, stage: str | None) -> list[Layer]:
+    """What all stages share, what follows from their order (folder, first model), and the chosen stage's own."""
+    blocks: dict[str, Node] = stages.value if isinstance(stages.value, dict) else {}
+    for known, block in blocks.items():
+        if not isinstance(block.value, dict):
+            raise UserError(f"{name}, line {block.line}: {STAGES}.{known} must hold options")
+    if not blocks or (stage is None and len(blocks) > 1) or (stage is not None and stage not in blocks):
+        asked = f"there is no stage {stage!r}" if stage else "there are several stages"
+        raise UserError(f"{name}, line {stages.line}: {asked}: choose with --stage NAME: {', '.join(blocks) or 'none'}")
+    chosen = stage or next(iter(blocks))
+    base = _layer(name, keys)
+    own = _layer(name, blocks[chosen].value, f"{STAGES}.{chosen}.")
+    root = base.given["output_dir"].value if "output_dir" in base.given else "output"
+    implied = Layer(name)
+    where = f"{name}, {STAGES}.{chosen}"
+    implied.given["output_dir"] = Given("output_dir", f"{root}/{chosen}", "output_dir", where)
+    earlier = list(blocks)[: list(blocks).index(chosen)]
+    if earlier:
+        before = _layer(name, blocks[earlier[-1]].value)
+        folder = before.given["output_dir"].value if "output_dir" in before.given else f"{root}/{earlier[-1]}"
+        where = f"{name}, result of {earlier[-1]}"
+        implied.given["model_name"] = Given("model_name", f"{folder}/final", "model_name", where)
+    return [base, implied, own]
+
+
+def _yaml_word(value: Any) -> str:
+    """A value as one would write it in the YAML."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return value if isinstance(value, str) and len(value) <= 80 else shown(value)

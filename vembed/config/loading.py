@@ -1,0 +1,208 @@
+"""Files, dicts, the launcher's environment and the command line -> TrainConfig, each value with its origin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vembed.config import rules
+from vembed.config.accelerate_file import preset_names
+from vembed.config.layers import COMMAND_LINE, LAUNCHER, Given, Layer, command_line_layer, launcher_layer, source_layers
+from vembed.config.options import all_options, shown
+from vembed.config.parsing import CoreDumper
+from vembed.config.schema import DataSource, TrainConfig
+from vembed.errors import UserError
+
+Source = str | Path | Mapping[str, Any] | TrainConfig
+
+SAME_SWITCH = (
+    ("batch_size", "global_batch_size"),
+    ("warmup_ratio", "warmup_steps"),
+    ("epochs", "max_steps"),
+    ("micro_batch_tokens", "gradient_cache_chunk_size"),
+    ("strategy", "use_fsdp"),
+    ("fsdp_offload_params", "fsdp_cpu_offload"),
+    ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"),
+    ("gradient_checkpointing", "fsdp_activation_checkpointing"),
+)
+"""Options that say the same thing in two ways: what the command line says in one way overrides the file's other way."""
+
+DECIDED_BY = {
+    "global_batch_size": "batch_size",
+    "warmup_steps": "warmup_ratio",
+    "max_steps": "epochs",
+    "gradient_cache_chunk_size": "micro_batch_tokens",
+}
+"""Where the first is set, the second has nothing to say, and is not written down."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """A config, and how it came about."""
+
+    config: TrainConfig
+    origins: Mapping[str, str]
+    """Option -> where its value comes from: `cfg.yaml:7`, `command line`, `accelerate launch`, `default`."""
+    translated: tuple[str, ...] = ()
+    """What was written under another name, and what it is called here."""
+    notes: tuple[str, ...] = ()
+    """What the log should say: values that were overridden, or that have no effect."""
+
+
+def load_config(source: Source | ResolvedConfig, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The config of a file, a dict or a TrainConfig, with `key=value` overrides; UserError on anything wrong."""
+    return resolve_config(source, overrides).config
+
+
+def resolve_config(
+    source: Source | ResolvedConfig,
+    overrides: Sequence[str] = (),
+    *,
+    stage: str | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> ResolvedConfig:
+    """As `load_config`, with where each value comes from. Precedence: defaults, file, launcher, command line."""
+    if isinstance(source, ResolvedConfig):
+        if not overrides:
+            return source
+        source = source.config
+    command_line, chosen = command_line_layer(overrides)
+    layers = [*source_layers(source, stage or chosen), launcher_layer(env), command_line]
+    problems = [sentence for layer in layers for _, sentence in sorted(layer.problems)]
+    notes: list[str] = []
+    given = _merge(layers, notes)
+    _imply(given, problems)
+    if isinstance(source, str | Path):
+        _beside_the_file(given, Path(source), notes)
+    refused = set().union(*(layer.refused for layer in layers))
+    for name, option in all_options().items():
+        if option.is_required and name not in given and name not in refused:
+            if source == {}:
+                problems.append(f"{name} is missing: give a config file, or {name}=... ({option.accepts})")
+            else:
+                file = source if isinstance(source, str | Path) else "the config"
+                problems.append(f"{file}: {name} is missing: add `{name}: ...` ({option.accepts})")
+    if problems:
+        raise _user_error(problems)
+    config = TrainConfig.model_validate({name: one.value for name, one in given.items()})
+    problems = [broken.text({name: one.where for name, one in given.items()}) for broken in rules.violations(config)]
+    if problems:
+        raise _user_error(problems)
+    origins = {
+        name: given[name].where.replace(", line ", ":") if name in given else "default" for name in all_options()
+    }
+    translated = tuple(line for layer in layers for line in layer.translated)
+    return ResolvedConfig(config, origins, translated, (*notes, *rules.remarks(config)))
+
+
+def render(config: TrainConfig, origins: Mapping[str, str] | None = None) -> str:
+    """The config as YAML that repeats it: in the order of the schema, origins as comments."""
+    values = config.to_dict()
+    for kept, dropped in DECIDED_BY.items():
+        if values[kept] is not None:
+            del values[dropped]
+    lines, section = [], ""
+    for name, option in all_options().items():
+        if name not in values or (values[name] is None and option.default is None):
+            continue
+        if option.section != section:
+            section = option.section
+            lines += ["", f"# {section}"]
+        text = f"{name}: {one_line_yaml(values[name])}"
+        lines.append(f"{text}  # {origins[name]}" if origins else text)
+    return "\n".join(lines[1:]) + "\n"
+
+
+def save_config(config: TrainConfig, path: str | Path) -> None:
+    """Write the config so that `vembed train PATH` repeats the run."""
+    Path(path).write_text(
+        "# Every option of this run; `vembed train` with this file repeats it.\n" + render(config), "utf-8"
+    )
+
+
+def one_line_yaml(value: Any) -> str:
+    """A value as YAML on one line."""
+    text = yaml.dump(
+        value, Dumper=CoreDumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
+    )
+    return text.removesuffix("...\n").strip()
+
+
+def _user_error(problems: Sequence[str]) -> UserError:
+    first, *others = problems
+    return UserError("\n".join([first, *(f"also: {problem}" for problem in others)]))
+
+
+def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, Given]:
+    """Later layers come first; what they say in one way also overrides the other way to say it."""
+    merged: dict[str, Given] = {}
+    for layer in layers:
+        for pair in SAME_SWITCH:
+            for name, other in (pair, pair[::-1]):
+                if name in layer.given and other not in layer.given and other in merged:
+                    new, old = layer.given[name], merged[other]
+                    if not _agree(new.value, old.value):
+                        del merged[other]
+                        notes.append(f"{_said(new)} overrides {_said(old)}")
+        for name, new in layer.given.items():
+            if layer.name == LAUNCHER and name in merged and merged[name].value != new.value:
+                notes.append(f"{_said(new)} holds over {_said(merged[name])}")
+            merged[name] = new
+    return merged
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Whether two switches for one thing are both on or both off."""
+    return (one in (True, "fsdp") and other in (True, "fsdp")) or (one is False and other is False)
+
+
+def _said(one: Given) -> str:
+    return f"{one.key}: {shown(one.value)} ({one.where})"
+
+
+def _imply(given: dict[str, Given], problems: list[str]) -> None:
+    """What follows from an option, said once here, so that no other part needs to know."""
+    qlora = given.get("use_qlora")
+    if qlora is not None and qlora.value and "use_lora" not in given:
+        given["use_lora"] = Given("use_lora", True, "use_qlora", f"implied by use_qlora, {qlora.where}")
+    batch, parts = given.get("global_batch_size"), given.get("gradient_accumulation_steps")
+    if batch is not None and batch.key.endswith("effective_batch_size") and parts is not None:
+        if batch.value % parts.value:
+            problems.append(
+                f"{batch.where}: {batch.key}: {batch.value} must be a multiple of gradient_accumulation_steps: "
+                f"{parts.value} ({parts.where})"
+            )
+        else:
+            where = f"{batch.where}, {batch.value} over {parts.value} accumulated batches"
+            given["global_batch_size"] = Given("global_batch_size", batch.value // parts.value, batch.key, where)
+
+
+def _beside_the_file(given: dict[str, Given], file: Path, notes: list[str]) -> None:
+    """Relative paths start in the current directory; where nothing is there, beside the config file."""
+
+    def found(name: str, path: str) -> str:
+        try:
+            if Path(path).is_absolute() or Path(path).exists() or not (file.parent / path).exists():
+                return path
+        except (OSError, ValueError):  # a name that no file can have: for the reader of the data to say
+            return path
+        notes.append(f"{name}: {path} is not in the current directory; using the one beside {file.name}")
+        return str(file.parent / path)
+
+    def located(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [located(name, entry) for entry in value]
+        if isinstance(value, DataSource):
+            return value.model_copy(update={"path": found(name, value.path)})
+        return found(name, value)
+
+    for name in ("data_path", "val_data_path", "image_root", "accelerate_config"):
+        one = given.get(name)
+        if one is None or one.value is None or one.where == COMMAND_LINE or one.value in preset_names():
+            continue
+        given[name] = Given(name, located(name, one.value), one.key, one.where)

@@ -1,0 +1,189 @@
+"""What can be said about the options themselves: their sections, the values they accept, whether a value is one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from vembed.config.schema import DataSource, TrainConfig
+
+SECTION = re.compile(r"# -{4} (.+?) -{4,}")
+FIELD = re.compile(r"^    (\w+):")
+LARGEST = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of the schema, as messages, the command line and the documentation need it."""
+
+    name: str
+    section: str
+    text: str
+    """Its documentation."""
+    default: Any
+    is_required: bool
+    accepts: str
+    """The values it takes, in words."""
+    choices: tuple[str, ...]
+    """The words that it takes, where it takes certain words."""
+    kinds: frozenset[str]
+    """Of "bool", "int", "float", "text", "list", "mapping", "null": what it takes besides those words."""
+
+    @property
+    def is_plain_text(self) -> bool:
+        """Whether any text is a value as it stands."""
+        return "text" in self.kinds and not self.choices and self.kinds <= {"text", "null"}
+
+
+@cache
+def all_options() -> dict[str, Option]:
+    """Every option by its name, in the order of the schema."""
+    sections = _sections()
+    found = {}
+    for name, field in TrainConfig.model_fields.items():
+        words, choices, kinds = _accepted(field.annotation, field.metadata)
+        default = field.get_default(call_default_factory=True)
+        found[name] = Option(
+            name=name,
+            section=sections[name],
+            text=field.description or "",
+            default=None if default is PydanticUndefined else default,
+            is_required=field.is_required(),
+            accepts=join_words(words),
+            choices=tuple(choices),
+            kinds=frozenset(kinds),
+        )
+    return found
+
+
+def checked(name: str, value: Any) -> Any:
+    """The value as the schema takes it; ValueError with what the option must be and what it is."""
+    try:
+        return _adapter(name).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(_refusal(all_options()[name], value, error)) from None
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """The most similar of the names, if any is similar."""
+    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)), None)
+
+
+def shown(value: Any) -> str:
+    """A value for a message: short, and strings in quotes."""
+    if isinstance(value, int) and value.bit_length() > 300:
+        return f"a number of {value.bit_length():,d} bits"
+    try:
+        text = repr(value)
+    except ValueError:  # a list with a number of more than 4,300 digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    field = TrainConfig.model_fields[name]
+    kept: Any = field.annotation
+    for item in field.metadata:
+        kept = Annotated[kept, item]
+    return TypeAdapter(kept, config={"coerce_numbers_to_str": True})
+
+
+def _refusal(option: Option, value: Any, error: ValidationError) -> str:
+    for problem in error.errors():
+        *inside, key = problem["loc"] or ("",)
+        if problem["type"] == "extra_forbidden":
+            near = nearest(str(key), DataSource.model_fields)
+            place = "".join(f", entry {part + 1}" for part in inside if isinstance(part, int))
+            return f"{option.name}{place}: unknown key {key!r}" + (f", did you mean {near!r}?" if near else "")
+    if value is None:
+        return f"{option.name} has no value; give {option.accepts}, or leave the line out for {shown(option.default)}"
+    near = nearest(str(value), option.choices) if isinstance(value, str) else None
+    hint = f"; did you mean {near!r}?" if near else ""
+    return f"{option.name} must be {option.accepts}, but is {shown(value)}{hint}"
+
+
+def join_words(words: Sequence[str]) -> str:
+    """`a, b or c`."""
+    if len(words) < 2:
+        return "".join(words)
+    return ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def _sections() -> dict[str, str]:
+    """The section of each field: the heading comments of the schema's source."""
+    sections, current = {}, ""
+    for line in inspect.getsource(TrainConfig).splitlines():
+        if heading := SECTION.search(line):
+            current = heading.group(1)
+        elif field := FIELD.match(line):
+            sections[field.group(1)] = current
+    return sections
+
+
+def _accepted(annotation: Any, metadata: Iterable[Any] = ()) -> tuple[list[str], list[str], set[str]]:
+    """(alternatives in words, words that are values, kinds of other values) of a type annotation."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *extra = get_args(annotation)
+        return _accepted(inner, [*metadata, *extra])
+    if origin in (Union, types.UnionType):
+        words: list[str] = []
+        choices: list[str] = []
+        kinds: set[str] = set()
+        for member in get_args(annotation):
+            member_words, member_choices, member_kinds = _accepted(member, metadata if member is not None else ())
+            words += member_words
+            choices += member_choices
+            kinds |= member_kinds
+        return words, choices, kinds
+    if origin is Literal:
+        values = get_args(annotation)
+        texts = [value for value in values if isinstance(value, str)]
+        return [str(value) for value in values], texts, set() if texts else {"int"}
+    if origin is list:
+        words, _, _ = _accepted(get_args(annotation)[0])
+        return [f"a list, each entry {join_words(words)}"], [], {"list"}
+    if origin is dict:
+        return ["names in the form {yours: ours}"], [], {"mapping"}
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return ["{" + ", ".join(annotation.model_fields) + "}"], [], {"mapping"}
+    return _simple(annotation, metadata)
+
+
+def _simple(annotation: Any, metadata: Iterable[Any]) -> tuple[list[str], list[str], set[str]]:
+    if annotation is bool:
+        return ["true", "false"], [], {"bool"}
+    if annotation is str:
+        return ["text"], [], {"text"}
+    if annotation in (None, type(None)):
+        return [], [], {"null"}
+    noun = {int: "a whole number", float: "a number"}[annotation]
+    return [noun + _range(metadata)], [], {"int" if annotation is int else "float"}
+
+
+def _range(metadata: Iterable[Any]) -> str:
+    """The limits of a number in words; the technical limit of whole numbers goes without saying."""
+    low = high = ""
+    for item in metadata:
+        for bound in item.metadata if isinstance(item, FieldInfo) else [item]:
+            if isinstance(bound, Gt):
+                low = f"above {bound.gt:g}"
+            elif isinstance(bound, Ge):
+                low = f"{bound.ge:g} or above"
+            elif isinstance(bound, Le):
+                high = f"at most {bound.le:g}"
+            elif isinstance(bound, Lt) and bound.lt != LARGEST:
+                high = f"below {bound.lt:g}"
+    return f" ({', '.join(part for part in (low, high) if part)})" if low or high else ""

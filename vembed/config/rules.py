@@ -1,0 +1,413 @@
+"""Rules across options: one rule, one function, one sentence with the values and the way out. None needs a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from vembed.config.schema import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, TrainConfig
+from vembed.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A rule that a config breaks."""
+
+    options: tuple[str, ...]
+    sentence: str
+
+    def text(self, places: Mapping[str, str]) -> str:
+        """The sentence, and where its options were set."""
+        said = "; ".join(f"{name}: {places[name]}" for name in self.options if name in places)
+        return f"{self.sentence} ({said})" if said else self.sentence
+
+
+Rule = Callable[[TrainConfig], Violation | None]
+
+
+def violations(config: TrainConfig) -> list[Violation]:
+    """Every rule that the config breaks."""
+    return [broken for rule in RULES if (broken := rule(config)) is not None]
+
+
+# ---- for others to call, when they know more -----------------------------------------------------------------------
+
+
+def batch_size_per_process(config: TrainConfig, world_size: int) -> int:
+    """Rows per process and batch; UserError where the global batch cannot be divided."""
+    if config.global_batch_size is None:
+        return config.batch_size
+    if config.global_batch_size % world_size:
+        below = config.global_batch_size // world_size * world_size
+        near = f"{below:,d} or {below + world_size:,d}" if below else f"{world_size:,d}"
+        raise UserError(
+            f"global_batch_size: {config.global_batch_size:,d} cannot be divided among {world_size:,d} processes: "
+            f"use {near}, or another number of processes"
+        )
+    return config.global_batch_size // world_size
+
+
+def matryoshka_sizes(config: TrainConfig, embedding_dim: int) -> list[tuple[int, float]]:
+    """(size, weight) of every Matryoshka dimension, largest first; UserError where one does not fit the embedding."""
+    if not config.use_mrl:
+        return [(embedding_dim, 1.0)]
+    dims = config.mrl_dims
+    if dims is None:
+        dims = [embedding_dim]
+        while dims[-1] % 2 == 0 and dims[-1] // 2 >= 64:
+            dims.append(dims[-1] // 2)
+    largest = max(dims)
+    if largest > embedding_dim:
+        raise UserError(
+            f"mrl_dims: {largest:,d} is larger than the embedding, which has {embedding_dim:,d} numbers: "
+            f"use at most {embedding_dim:,d}"
+        )
+    return sorted(zip(dims, config.mrl_weights or [1.0] * len(dims), strict=True), reverse=True)
+
+
+# ---- rules ---------------------------------------------------------------------------------------------------------
+
+
+def _one_batch_size(config: TrainConfig) -> Violation | None:
+    if config.global_batch_size is None or "batch_size" not in config.model_fields_set:
+        return None
+    return Violation(
+        ("batch_size", "global_batch_size"),
+        f"batch_size: {config.batch_size:,d} (per process) and global_batch_size: {config.global_batch_size:,d} (over "
+        "all processes) are two ways to say one thing: keep one of them",
+    )
+
+
+def _one_warm_up(config: TrainConfig) -> Violation | None:
+    if config.warmup_steps is None or "warmup_ratio" not in config.model_fields_set:
+        return None
+    return Violation(
+        ("warmup_ratio", "warmup_steps"),
+        f"warmup_ratio: {config.warmup_ratio:g} and warmup_steps: {config.warmup_steps:,d} are two ways to say one "
+        "thing: keep one of them",
+    )
+
+
+def _warm_up_ends(config: TrainConfig) -> Violation | None:
+    if config.warmup_steps is None or config.max_steps is None or config.warmup_steps <= config.max_steps:
+        return None
+    return Violation(
+        ("warmup_steps", "max_steps"),
+        f"warmup_steps: {config.warmup_steps:,d} is more than max_steps: {config.max_steps:,d}, so the learning rate "
+        "would never reach its peak: use fewer warm-up steps",
+    )
+
+
+def _one_micro_batch_size(config: TrainConfig) -> Violation | None:
+    if config.gradient_cache_chunk_size is None or config.micro_batch_tokens == "auto":
+        return None
+    return Violation(
+        ("micro_batch_tokens", "gradient_cache_chunk_size"),
+        f"micro_batch_tokens: {config.micro_batch_tokens:,d} and gradient_cache_chunk_size: "
+        f"{config.gradient_cache_chunk_size:,d} (rows) are two ways to say one thing: keep one of them",
+    )
+
+
+def _weights_fit_dims(config: TrainConfig) -> Violation | None:
+    if config.mrl_weights is None:
+        return None
+    if config.mrl_dims is None:
+        return Violation(
+            ("mrl_weights",),
+            f"mrl_weights: {config.mrl_weights} needs mrl_dims: say which sizes they are for",
+        )
+    if len(config.mrl_weights) == len(config.mrl_dims):
+        return None
+    return Violation(
+        ("mrl_dims", "mrl_weights"),
+        f"mrl_weights has {len(config.mrl_weights)} entries and mrl_dims has {len(config.mrl_dims)}: give one weight "
+        "for each size, in the same order",
+    )
+
+
+def _dims_differ(config: TrainConfig) -> Violation | None:
+    dims = config.mrl_dims
+    if dims is None or (dims and len(set(dims)) == len(dims)):
+        return None
+    problem = "names a size twice: keep it once" if dims else "is empty: give at least one size"
+    return Violation(("mrl_dims",), f"mrl_dims: {dims} {problem}")
+
+
+def _projection_to_initialise(config: TrainConfig) -> Violation | None:
+    if config.mrl_projection_init != "pca" or config.mrl_projection is not False:
+        return None
+    return Violation(
+        ("mrl_projection", "mrl_projection_init"),
+        "mrl_projection_init: pca needs a projection, and mrl_projection: false rules it out: set mrl_projection: true",
+    )
+
+
+def _kept_features_have_a_frozen_tower(config: TrainConfig) -> Violation | None:
+    with_adapters = (config.use_lora or config.use_qlora) and config.lora_towers != "all"
+    if not config.cache_frozen_features or config.freeze or with_adapters:
+        return None
+    return Violation(
+        ("cache_frozen_features",),
+        "cache_frozen_features: true needs a tower of which nothing is trained, and this run trains all: freeze one "
+        "(freeze: [vision] or [text], or lora_towers: text with use_lora: true), or set it to false",
+    )
+
+
+def _qlora_has_adapters(config: TrainConfig) -> Violation | None:
+    if not config.use_qlora or config.use_lora:
+        return None
+    return Violation(
+        ("use_lora", "use_qlora"),
+        "use_qlora: true trains adapters over 4-bit weights, and use_lora: false rules them out: leave use_lora out",
+    )
+
+
+def _composed_has_two_towers(config: TrainConfig) -> Violation | None:
+    if config.model_family == "composed" and config.image_model_name is None:
+        return Violation(
+            ("model_family",),
+            "model_family: composed needs a second tower: give image_model_name the model that encodes images",
+        )
+    if config.image_model_name is not None and config.model_family not in ("auto", "composed"):
+        return Violation(
+            ("model_family", "image_model_name"),
+            f"image_model_name: {config.image_model_name} makes a composed model, but model_family is "
+            f"{config.model_family}: leave one of them out",
+        )
+    return None
+
+
+def _pixels_in_order(config: TrainConfig) -> Violation | None:
+    if config.min_pixels is None or config.max_pixels is None or config.min_pixels <= config.max_pixels:
+        return None
+    return Violation(
+        ("min_pixels", "max_pixels"),
+        f"min_pixels: {config.min_pixels:,d} is more than max_pixels: {config.max_pixels:,d}: exchange them",
+    )
+
+
+def _triplet_has_negatives(config: TrainConfig) -> Violation | None:
+    if config.loss != "triplet" or config.max_negatives != 0:
+        return None
+    return Violation(
+        ("loss", "max_negatives"),
+        "loss: triplet compares each positive with given negatives, and max_negatives: 0 leaves none: raise it",
+    )
+
+
+def _learned_temperature_in_range(config: TrainConfig) -> Violation | None:
+    is_learned = config.learn_temperature or config.loss == "sigmoid"
+    if not is_learned or LOWEST_TEMPERATURE <= config.temperature <= HIGHEST_TEMPERATURE:
+        return None
+    return Violation(
+        ("temperature", "learn_temperature"),
+        f"temperature: {config.temperature:g} is where a learned temperature starts, and it is kept from "
+        f"{LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}: start inside",
+    )
+
+
+def _one_strategy(config: TrainConfig) -> Violation | None:
+    said = "use_fsdp" in config.model_fields_set
+    if config.use_fsdp and config.strategy in ("single", "ddp"):
+        return Violation(
+            ("use_fsdp", "strategy"),
+            f"use_fsdp: true and strategy: {config.strategy} contradict each other: keep one of them",
+        )
+    if said and not config.use_fsdp and config.strategy == "fsdp" and "strategy" in config.model_fields_set:
+        return Violation(
+            ("use_fsdp", "strategy"), "use_fsdp: false and strategy: fsdp contradict each other: keep one of them"
+        )
+    return None
+
+
+def _one_offload_switch(config: TrainConfig) -> Violation | None:
+    params, cpu = config.fsdp_offload_params, config.fsdp_cpu_offload
+    if params is None or cpu is None or params == cpu:
+        return None
+    return Violation(
+        ("fsdp_offload_params", "fsdp_cpu_offload"),
+        f"fsdp_offload_params: {_word(params)} and fsdp_cpu_offload: {_word(cpu)} are one switch (parameters, "
+        "gradients and optimizer state): keep one of them",
+    )
+
+
+def _one_checkpointing_switch(config: TrainConfig) -> Violation | None:
+    own, fsdp = config.gradient_checkpointing, config.fsdp_activation_checkpointing
+    if own is None or fsdp is None or own == fsdp:
+        return None
+    return Violation(
+        ("gradient_checkpointing", "fsdp_activation_checkpointing"),
+        f"gradient_checkpointing: {_word(own)} and fsdp_activation_checkpointing: {_word(fsdp)} are one switch: keep "
+        "one of them",
+    )
+
+
+def _fsdp_precision(config: TrainConfig) -> Violation | None:
+    if config.fsdp_mixed_precision is False and config.fsdp_param_dtype is not None:
+        return Violation(
+            ("fsdp_mixed_precision", "fsdp_param_dtype"),
+            "fsdp_mixed_precision: false keeps the parameters' own dtype, and fsdp_param_dtype: "
+            f"{config.fsdp_param_dtype} asks for another: keep one of them",
+        )
+    if config.fsdp_mixed_precision and config.mixed_precision == "no":
+        return Violation(
+            ("fsdp_mixed_precision", "mixed_precision"),
+            "fsdp_mixed_precision: true and mixed_precision: no contradict each other: keep one of them",
+        )
+    return None
+
+
+def _best_model_is_known(config: TrainConfig) -> Violation | None:
+    if not config.load_best_model_at_end:
+        return None
+    missing = [name for name in ("val_data_path", "eval_steps", "save_steps") if dict(config)[name] is None]
+    if missing:
+        return Violation(
+            ("load_best_model_at_end",),
+            "load_best_model_at_end: true takes the best of the checkpoints that were evaluated: "
+            f"give {' and '.join(missing)} too",
+        )
+    assert config.eval_steps is not None and config.save_steps is not None
+    if config.save_steps % config.eval_steps == 0:
+        return None
+    return Violation(
+        ("eval_steps", "save_steps"),
+        f"load_best_model_at_end: true needs an evaluation at every checkpoint: save_steps: {config.save_steps:,d} "
+        f"must be a multiple of eval_steps: {config.eval_steps:,d}",
+    )
+
+
+def _metric_is_computed(config: TrainConfig) -> Violation | None:
+    cutoff = re.fullmatch(r"(?:dim\d+/)?(?:ndcg|mrr|recall|map)@(\d+)", config.eval_metric)
+    if cutoff is None or int(cutoff.group(1)) in config.eval_ks:
+        return None
+    return Violation(
+        ("eval_metric", "eval_ks"),
+        f"eval_metric: {config.eval_metric} is not computed, since {cutoff.group(1)} is not among eval_ks: "
+        f"{config.eval_ks}: add it",
+    )
+
+
+def _profiled_steps(config: TrainConfig) -> Violation | None:
+    steps = config.profile_steps
+    if steps is None or (len(steps) == 2 and steps[0] <= steps[1]):
+        return None
+    return Violation(
+        ("profile_steps",), f"profile_steps: {steps} must be two numbers, the first and the last step: [10, 12]"
+    )
+
+
+def _log_file_inside(config: TrainConfig) -> Violation | None:
+    if config.log_file.strip(". ") and PurePath(config.log_file).name == config.log_file:
+        return None
+    return Violation(
+        ("log_file",), f"log_file: {config.log_file!r} must be the name of a file in output_dir, as training_log.txt"
+    )
+
+
+def _names_are_not_empty(config: TrainConfig) -> Violation | None:
+    for name in ("model_name", "data_path", "output_dir"):
+        if dict(config)[name] in ("", []):
+            return Violation((name,), f"{name} is empty: give it a value")
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    _names_are_not_empty,
+    _one_batch_size,
+    _one_warm_up,
+    _warm_up_ends,
+    _one_micro_batch_size,
+    _weights_fit_dims,
+    _dims_differ,
+    _projection_to_initialise,
+    _kept_features_have_a_frozen_tower,
+    _qlora_has_adapters,
+    _composed_has_two_towers,
+    _pixels_in_order,
+    _triplet_has_negatives,
+    _learned_temperature_in_range,
+    _one_strategy,
+    _one_offload_switch,
+    _one_checkpointing_switch,
+    _fsdp_precision,
+    _best_model_is_known,
+    _metric_is_computed,
+    _profiled_steps,
+    _log_file_inside,
+)
+
+
+# ---- remarks: what was asked for and has no effect -----------------------------------------------------------------
+
+_PAIRWISE = (
+    "bidirectional", "query_query_negatives", "document_document_negatives", "false_negative_margin",
+    "hard_negatives_scope", "mask_duplicates", "negatives_from",
+)  # fmt: skip
+WITHOUT_EFFECT_UNDER_LOSS = {
+    "infonce": ("triplet_margin",),
+    "cosent": (*_PAIRWISE, "triplet_margin", "max_negatives"),
+    "cosine": (*_PAIRWISE, "temperature", "learn_temperature", "triplet_margin", "max_negatives"),
+    "triplet": (*(name for name in _PAIRWISE if name != "mask_duplicates"), "temperature", "learn_temperature"),
+    "sigmoid": ("bidirectional", "learn_temperature", "triplet_margin"),
+}
+"""Options that a loss does not look at."""
+
+NEEDED_BY: dict[str, tuple[str, ...]] = {
+    "use_mrl": ("mrl_dims", "mrl_weights", "mrl_projection", "mrl_projection_init"),
+    "use_lora": (
+        "lora_r",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_target_modules",
+        "lora_towers",
+        "use_rslora",
+        "use_dora",
+    ),
+    "val_data_path": ("eval_steps",),
+    "save_steps": ("async_save",),
+    "image_model_name": ("composed_dim",),
+}
+"""Option -> options that have no effect without it."""
+
+
+def remarks(config: TrainConfig) -> list[str]:
+    """One sentence for each thing that was asked for and has no effect, or means something else than it may seem."""
+    values, defaults = dict(config), TrainConfig(model_name="-", data_path="-")
+    set_apart = {name for name, value in values.items() if value != dict(defaults)[name]}
+    found = [
+        f"{name}: {_word(values[name])} has no effect with loss: {config.loss}"
+        for name in WITHOUT_EFFECT_UNDER_LOSS[config.loss]
+        if name in set_apart
+    ]
+    for needed, names in NEEDED_BY.items():
+        if not values[needed]:
+            found += [
+                f"{name}: {_word(values[name])} has no effect without {needed}" for name in names if name in set_apart
+            ]
+    if config.base_batch_size != defaults.base_batch_size and config.scale_learning_rate == "none":
+        found.append(f"base_batch_size: {config.base_batch_size:,d} has no effect with scale_learning_rate: none")
+    if config.max_steps is not None and "epochs" in config.model_fields_set:
+        found.append(
+            f"max_steps: {config.max_steps:,d} decides the length of the run, epochs: {config.epochs:g} does not"
+        )
+    if config.homogeneous_batches and not isinstance(config.data_path, list):
+        found.append("homogeneous_batches: true has no effect with a single source in data_path")
+    if config.pure_dtype and config.torch_dtype in ("auto", "float32"):
+        found.append(f"pure_dtype: true has no effect with torch_dtype: {config.torch_dtype}")
+    if config.resume_anyway and not config.resume:
+        found.append("resume_anyway: true has no effect without resume")
+    if set_apart & {"wandb_project", "wandb_tags"} and not {"wandb", "trackio"} & set(config.report_to):
+        found.append(f"wandb_project and wandb_tags have no effect with report_to: {config.report_to or 'none'}")
+    if config.strategy in ("single", "ddp"):
+        fsdp = sorted(name for name in set_apart if name.startswith("fsdp_") and "checkpointing" not in name)
+        found += [f"{name}: {_word(values[name])} has no effect with strategy: {config.strategy}" for name in fsdp]
+    if config.val_data_path is not None and config.val_data_path == config.data_path:
+        found.append("val_data_path is the training data: its scores will not say how the model does on new data")
+    return found
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,116 @@
+"""Values in their one spelling: other words for a value, lists written with commas, text from the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from vembed.config.options import all_options
+from vembed.config.parsing import parse_value
+
+_WRAP = {
+    "TRANSFORMER_BASED_WRAP": "transformer_auto_wrap transformer_auto_wrap_policy transformer",
+    "SIZE_BASED_WRAP": "size_based_auto_wrap size_based_auto_wrap_policy size_based",
+    "NO_WRAP": "none",
+}
+_DTYPE = {
+    "bfloat16": "bf16 torch.bfloat16",
+    "float16": "fp16 half torch.float16",
+    "float32": "fp32 float torch.float32",
+}
+SPELLINGS: dict[str, dict[str, str]] = {
+    "torch_dtype": _DTYPE,
+    "fsdp_param_dtype": _DTYPE,
+    "fsdp_reduce_dtype": _DTYPE,
+    "fsdp_buffer_dtype": _DTYPE,
+    "fsdp_output_dtype": _DTYPE,
+    "mixed_precision": {"bf16": "bfloat16", "fp16": "float16", "no": "none float32 fp32 false"},
+    "attn_implementation": {"flash_attention_2": "flash_attention flash_attn flash"},
+    "pooling": {
+        "last": "last_token lasttoken eos",
+        "mean": "average avg",
+        "cls": "first",
+        "weighted_mean": "weightedmean",
+    },
+    "loss": {
+        "infonce": "info_nce mnrl multiple_negatives_ranking multiplenegativesrankingloss contrastive",
+        "cosent": "cosentloss",
+        "cosine": "cosine_similarity",
+        "sigmoid": "siglip",
+    },
+    "similarity": {"cosine": "cos cos_sim", "dot": "dot_score inner_product"},
+    "optim": {
+        "adamw": "adamw_torch adamw_torch_fused adamw_hf",
+        "adamw_8bit": "adamw_bnb_8bit adamw8bit",
+        "paged_adamw_8bit": "paged_adamw8bit",
+    },
+    "lr_scheduler_type": {"constant": "constant_with_warmup none"},
+    "scale_learning_rate": {"none": "no false"},
+    "num_processes": {"auto": "-1 gpu"},
+    "fsdp_sharding_strategy": {"FULL_SHARD": "full", "HYBRID_SHARD": "hybrid", "NO_SHARD": "none"},
+    "fsdp_auto_wrap_policy": _WRAP,
+    "fsdp_backward_prefetch": {"NO_PREFETCH": "none false"},
+    "fsdp_state_dict_type": {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded", "LOCAL_STATE_DICT": "local"},
+    "report_to": {"tensorboard": "tb", "wandb": "weights_and_biases"},
+}
+"""Option -> value -> its other spellings. Upper and lower case, `-` and `_` are the same everywhere."""
+
+BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def as_bool(value: Any) -> bool:
+    """true or false as people write it; ValueError otherwise."""
+    if str(value).lower() not in BOOLS:
+        raise ValueError("must be true or false")
+    return BOOLS[str(value).lower()]
+
+
+def normalise(name: str, value: Any) -> Any:
+    """An option's value in its one spelling; what is not understood stays as it is, for the schema to refuse."""
+    option = all_options()[name]
+    words = {_fold(choice): choice for choice in option.choices}
+    for choice, others in SPELLINGS.get(name, {}).items():
+        words |= dict.fromkeys(others.split(), choice) | {_fold(choice): choice}
+    if name == "report_to":
+        return _trackers(value, words)
+    is_word = isinstance(value, str) or (isinstance(value, int) and -10 < value < 100)
+    if is_word and _fold(value) in words:
+        return words[_fold(value)]
+    if isinstance(value, str):
+        if "bool" in option.kinds and value.lower() in BOOLS and not value.isdigit():
+            return as_bool(value)
+        if name == "fsdp_version" and value.strip() in ("1", "2"):
+            return int(value)
+    if "list" not in option.kinds or name == "data_path" or value is None or isinstance(value, list | Mapping):
+        return value
+    parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
+    if "text" in option.kinds:
+        return parts[0] if len(parts) == 1 else parts
+    return [parse_value(part) if isinstance(part, str) else part for part in parts]
+
+
+def from_text(name: str, text: str) -> Any:
+    """An option's value from the command line: the text itself for options that take any text, otherwise as YAML."""
+    option = all_options()[name]
+    if option.is_plain_text:
+        return None if text == "null" and "null" in option.kinds else text
+    value = parse_value(text)
+    if isinstance(value, Mapping) and "mapping" not in option.kinds:
+        return text
+    if "text" in option.kinds and not isinstance(value, bool | list):
+        return text
+    return value
+
+
+def _trackers(value: Any, words: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        value = value.split(",")
+    entries = value if isinstance(value, list) else [value]
+    none = (None, False)
+    kept = [entry for entry in entries if entry not in none and _fold(entry) not in ("none", "")]
+    return [words.get(_fold(entry), entry) for entry in kept]
+
+
+def _fold(value: Any) -> str:
+    return re.sub(r"(?<=\w)[\s-]+", "_", str(value).strip().lower())
