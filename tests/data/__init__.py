@@ -1,0 +1,1 @@
+"""Tests of records, files, images, batches and micro-batches."""

@@ -1,0 +1,69 @@
+"""Data files for tests, in every format, and the store that opens them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from vembed.config.schema import TrainConfig
+from vembed.data.sources import ExampleStore, open_examples
+from vembed.errors import UserError
+
+RECORDS: list[dict[str, Any]] = [
+    {
+        "query": f"question {i}, with a comma",
+        "positive": f'answer "{i}"\nin two lines',
+        "negative_1": f"wrong\t{i} \u00e4\u6f22",
+    }
+    for i in range(40)
+]
+
+
+def config(**options: Any) -> TrainConfig:
+    return TrainConfig(model_name="m", data_path="unused", **options)
+
+
+def open_path(path: Path | str, **options: Any) -> ExampleStore:
+    return open_examples(config(**options), str(path))
+
+
+def refused(path: Path | str, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        open_path(path, **options)
+    return str(caught.value)
+
+
+def write_jsonl(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def write_lines(path: Path, *lines: str | bytes) -> Path:
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines))
+    return path
+
+
+def write_format(folder: Path, kind: str, records: list[dict[str, Any]]) -> Path:
+    path = folder / f"data.{kind}"
+    if kind in ("jsonl", "ndjson"):
+        path.write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in records), encoding="utf-8")
+    elif kind == "json":
+        path.write_text(json.dumps(records, ensure_ascii=False, indent=2), encoding="utf-8")
+    elif kind in ("csv", "tsv"):
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(records[0]), delimiter="\t" if kind == "tsv" else ",")
+            writer.writeheader()
+            writer.writerows(records)
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=7)
+    else:
+        import datasets
+
+        datasets.Dataset.from_list(records).save_to_disk(str(path))
+    return path

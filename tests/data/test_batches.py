@@ -1,0 +1,216 @@
+"""The global batch: a pure function of seed, epoch and step, whatever asked for it before."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vembed.data.batches import BatchPlan, ContentKeys, rank_rows
+from vembed.errors import UserError
+
+
+def epoch_of(plan: BatchPlan, epoch: int) -> list[np.ndarray]:
+    return [plan.batch(epoch, step) for step in range(plan.steps_per_epoch)]
+
+
+def make_keys(rows: list[list[int]]) -> ContentKeys:
+    starts = np.cumsum([0, *map(len, rows)])
+    return ContentKeys(np.array([key for row in rows for key in row], dtype=np.int64), starts)
+
+
+@given(st.integers(1, 200), st.integers(1, 40), st.integers(0, 2**40), st.integers(0, 5))
+def test_every_example_once_but_the_last_incomplete_batch(size: int, batch: int, seed: int, epoch: int) -> None:
+    if size < batch:
+        with pytest.raises(UserError, match=f"{size:,d}.*{batch:,d}"):
+            BatchPlan([size], batch, seed)
+        return
+    plan = BatchPlan([size], batch, seed)
+    batches = epoch_of(plan, epoch)
+    assert plan.steps_per_epoch == size // batch
+    assert plan.num_left_out == size % batch
+    assert all(len(rows) == batch and rows.dtype == np.int64 for rows in batches)
+    drawn = np.concatenate(batches)
+    assert len(set(drawn.tolist())) == len(drawn) == size - plan.num_left_out
+    assert drawn.min() >= 0
+    assert drawn.max() < size
+
+
+def test_pure_function_of_seed_epoch_and_step() -> None:
+    used, fresh = BatchPlan([100], 8, seed=3), BatchPlan([100], 8, seed=3)
+    for epoch in (4, 0, 2):
+        epoch_of(used, epoch)
+    assert np.array_equal(used.batch(1, 7), fresh.batch(1, 7))
+    assert not np.array_equal(used.batch(1, 7), used.batch(2, 7))
+    assert not np.array_equal(used.batch(1, 7), BatchPlan([100], 8, seed=4).batch(1, 7))
+
+
+def test_the_order_is_the_same_in_every_release() -> None:
+    # A change here breaks the resuming of runs that an older release has begun.
+    assert BatchPlan([10], 5, seed=42).batch(0, 0).tolist() == [7, 3, 4, 2, 5]
+    assert BatchPlan([6, 4], 5, seed=1, weights=[0.5, 2.0]).batch(3, 1).tolist() == [8, 4, 8, 6, 7]
+
+
+def test_what_a_caller_does_with_a_batch_changes_no_other() -> None:
+    plan = BatchPlan([10], 5, seed=0)
+    expected = plan.batch(0, 0).tolist()
+    plan.batch(0, 0)[:] = -1
+    assert plan.batch(0, 0).tolist() == expected
+
+
+@pytest.mark.parametrize("step", [-1, 3])
+def test_a_step_outside_of_the_epoch_is_a_bug(step: int) -> None:
+    with pytest.raises(IndexError):
+        BatchPlan([10], 3, seed=0).batch(0, step)
+
+
+@given(st.integers(1, 100), st.integers(1, 9))
+def test_ranks_share_the_batch(num_rows: int, world_size: int) -> None:
+    parts = [rank_rows(num_rows, rank, world_size) for rank in range(world_size)]
+    rows = np.arange(num_rows)
+    assert np.array_equal(np.concatenate([rows[part] for part in parts]), rows)
+    sizes = [part.stop - part.start for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    if num_rows % world_size == 0:
+        each = num_rows // world_size
+        assert [part.start for part in parts] == [rank * each for rank in range(world_size)]
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 3.0])), min_size=1, max_size=4),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_weights(sources: list[tuple[int, float]], homogeneous: bool, seed: int) -> None:
+    sizes, weights = [size for size, _ in sources], [weight for _, weight in sources]
+    plan = BatchPlan(sizes, 1, seed, weights=weights, homogeneous=homogeneous)
+    first = np.cumsum([0, *sizes])
+    counts: Counter[int] = Counter()
+    for epoch in range(4):
+        drawn = np.concatenate(epoch_of(plan, epoch))
+        counts.update(drawn.tolist())
+        for source, (size, weight) in enumerate(sources):
+            here = ((drawn >= first[source]) & (drawn < first[source + 1])).sum()
+            assert here == max(1, round(size * weight)), "so many of each source in each epoch"
+    for source in range(len(sizes)):
+        seen = [counts[index] for index in range(first[source], first[source + 1])]
+        assert max(seen) - min(seen) <= 1, "no example again before all others of its source"
+
+
+def test_half_weight_draws_the_other_half_in_the_next_epoch() -> None:
+    plan = BatchPlan([20], 5, seed=0, weights=[0.5])
+    assert plan.steps_per_epoch == 2
+    first, second = np.concatenate(epoch_of(plan, 0)), np.concatenate(epoch_of(plan, 1))
+    assert sorted([*first, *second]) == list(range(20))
+
+
+def test_sources_are_mixed() -> None:
+    plan = BatchPlan([1000, 1000], 100, seed=0)
+    shares = [(rows < 1000).mean() for rows in epoch_of(plan, 0)]
+    assert min(shares) > 0.3
+    assert max(shares) < 0.7
+
+
+def test_homogeneous_batches() -> None:
+    plan = BatchPlan([103, 51, 17], 10, seed=0, homogeneous=True)
+    assert plan.steps_per_epoch == 10 + 5 + 1
+    assert plan.num_left_out == 3 + 1 + 7
+    sources = [set(np.searchsorted([103, 154], rows, side="right").tolist()) for rows in epoch_of(plan, 0)]
+    assert all(len(one) == 1 for one in sources)
+    assert sources != sorted(sources, key=min), "in mixed order"
+    drawn = np.concatenate(epoch_of(plan, 0))
+    assert len(set(drawn.tolist())) == len(drawn)
+
+
+def test_homogeneous_refuses_a_source_that_would_never_be_drawn() -> None:
+    with pytest.raises(UserError, match=r"small\.jsonl.*7.*10"):
+        BatchPlan([100, 7], 10, 0, homogeneous=True, names=["big.jsonl", "small.jsonl"])
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=3), min_size=20, max_size=120),
+    st.integers(1, 6),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_no_duplicates(rows: list[list[int]], batch: int, seed: int, homogeneous: bool) -> None:
+    sizes = [len(rows) // 2, len(rows) - len(rows) // 2]
+    try:
+        plan = BatchPlan(sizes, batch, seed, keys=make_keys(rows), homogeneous=homogeneous)
+    except UserError as error:
+        assert "no_duplicates" in str(error)
+        return
+    for epoch in range(3):
+        batches = epoch_of(plan, epoch)
+        for indices in batches:
+            seen: set[int] = set()
+            for index in indices:
+                assert seen.isdisjoint(rows[index])
+                seen.update(rows[index])
+    drawn = np.concatenate(epoch_of(plan, 0)).tolist()
+    assert len(set(drawn)) == len(drawn)
+    assert len(drawn) + plan.num_left_out == len(rows)
+
+
+def test_no_duplicates_loses_only_the_remainder() -> None:
+    # 20,000 pairs over 5,000 documents: each document four times, as in real collections.
+    documents = np.random.default_rng(0).integers(0, 5_000, 20_000)
+    plan = BatchPlan([20_000], 512, seed=0, keys=make_keys([[100_000 + i, int(d)] for i, d in enumerate(documents)]))
+    assert plan.steps_per_epoch == 20_000 // 512
+    assert plan.num_left_out == 20_000 % 512
+    for indices in epoch_of(plan, 1):
+        assert len(set(documents[indices].tolist())) == 512
+
+
+def test_no_duplicates_without_duplicates_changes_nothing() -> None:
+    plain = BatchPlan([50], 8, seed=5)
+    distinct = BatchPlan([50], 8, seed=5, keys=make_keys([[i, 1000 + i] for i in range(50)]))
+    assert np.array_equal(np.stack(epoch_of(plain, 2)), np.stack(epoch_of(distinct, 2)))
+
+
+def test_an_example_that_repeats_itself_is_no_duplicate() -> None:
+    plan = BatchPlan([8], 4, seed=0, keys=make_keys([[i, i] for i in range(8)]))
+    assert plan.steps_per_epoch == 2
+
+
+def test_one_text_in_most_examples_is_left_out_and_counted() -> None:
+    rows = [[i, 10_000] if i < 700 else [i] for i in range(1000)]
+    plan = BatchPlan([1000], 10, seed=0, keys=make_keys(rows))
+    assert plan.steps_per_epoch <= 300 // 9
+    assert plan.num_left_out == 1000 - plan.steps_per_epoch * 10
+    assert plan.steps_per_epoch >= 28
+
+
+def test_nothing_fits_without_duplicates() -> None:
+    with pytest.raises(UserError, match=r"no_duplicates.*100 of 100"):
+        BatchPlan([100], 2, seed=0, keys=make_keys([[i, 777] for i in range(100)]))
+
+
+def test_the_deferred_do_not_cost_quadratic_time() -> None:
+    rows = [[i, 10**9 + i % 3] for i in range(60_000)]
+    start = time.perf_counter()
+    plan = BatchPlan([60_000], 3, seed=0, keys=make_keys(rows))
+    assert plan.num_left_out < 3_000
+    assert time.perf_counter() - start < 3
+
+
+def test_summary_names_what_is_left_out() -> None:
+    assert "3 of 103" in BatchPlan([103], 10, seed=0).summary()
+    assert "left out" not in BatchPlan([100], 10, seed=0).summary()
+
+
+def test_a_million_examples() -> None:
+    start = time.perf_counter()
+    plan = BatchPlan([1_000_000], 1024, seed=0)
+    plan.batch(0, 0)
+    assert time.perf_counter() - start < 3
+    start = time.perf_counter()
+    for step in range(500):
+        plan.batch(0, step)
+    assert (time.perf_counter() - start) / 500 < 1e-3

@@ -1,0 +1,165 @@
+"""Files that are broken: the bad records named with their lines, the good ones kept."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.files import RECORDS, open_path, write_jsonl, write_lines
+from vembed.errors import UserError
+
+BAD_LINES: list[tuple[str | bytes, str]] = [
+    ('{"query": "a" "positive": "b"}', "not JSON .Expecting ',' delimiter at column 15"),
+    ('{"query": "a", "positive": "b"} trailing', "more text after its end at column 32"),
+    ('{"query": "a", "positive": "b"', "not JSON"),
+    ("[1, 2]", "a list, and a record is an object"),
+    ('"text"', "a text, and a record"),
+    ("null", "null, and a record"),
+    ('{"query": "a", "positive": NaN}', "NaN is no number in JSON"),
+    ('{"query": "a", "positive": "b", "score": -Infinity}', "-Infinity is no number"),
+    ('{"query": "a", "positive": "b", "score": 1e999}', "score is inf"),
+    ("[" * 100_000, "nested too deeply"),
+    ('{"query": "a", "positive": "b", "id": ' + "9" * 5000 + "}", "not JSON"),
+    (b'{"query": "\xff\xfe", "positive": "b"}', "not UTF-8 .byte 12 of the line"),
+    ('{"query": "\\ud800", "positive": "b"}', "query has a lone surrogate"),
+    ('{"query": "a\\u0000", "positive": "b"}', "query has a NUL"),
+    (b"\0\0\0\0", "not JSON"),
+    (b'{"query": "a\0", "positive": "b"}', "not JSON"),
+    ('{"query": "a", "positive": "b", "score": [1, 2]}', "score has 2 numbers for 1 positive"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES, ids=[str(i) for i in range(len(BAD_LINES))])
+def test_bad_lines_of_json(tmp_path: Path, line: str | bytes, message: str) -> None:
+    good = '{"query": "a", "positive": "b"}'
+    path = write_lines(tmp_path / "a.jsonl", good, line, good)
+    with pytest.raises(UserError, match=rf"a\.jsonl:2: .*{message}"):
+        open_path(path)
+    store = open_path(path, on_bad_record="skip")
+    assert (len(store), store.num_skipped) == (2, 1)
+    assert store[1].where == f"{path}:3"
+
+
+def test_a_line_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("readers", "delimited"):
+        monkeypatch.setattr(sys.modules[f"vembed.data.{module}"], "MAX_RECORD", 1000)
+    good = '{"query": "a", "positive": "b"}'
+    path = write_lines(
+        tmp_path / "a.jsonl", good, f'{{"query": "{"x" * 5000}", "positive": "b"}}', good, "y" * 1000, "z" * 1001
+    )
+    store = open_path(path, on_bad_record="skip")
+    assert (len(store), store.num_skipped) == (2, 3)
+    assert store[1].where == f"{path}:3"
+    assert "a line of more than 1,000 bytes" in store.summary()[1]
+    path = write_lines(
+        tmp_path / "a.csv", "query,positive", "a,b", f"{'x' * 3000},b", "c,d", f'"{"x" * 900}', "y" * 900, "e,f", "g,h"
+    )
+    store = open_path(path, on_bad_record="skip")
+    assert [store[i].query.text for i in range(len(store))] == ["a", "c", "e", "g"]
+    assert "not closed within 1,000 bytes" in "".join(store.summary())
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (
+            "csv",
+            "question,answers\na,b\n",
+            r"no positive \(it has question, answers\).*column_mapping: \{answers: positive\}",
+        ),
+        ("csv", "a;b\n1;2\n", r"no query \(it has a;b\).*are its fields separated by ';', not ','\?"),
+        ("tsv", "query,positive\na,b\n", r"are its fields separated by ',', not '\\t'\?"),
+        ("csv", "query,positive,query\na,b,c\n", "more than one column named query"),
+        ("csv", "query,positive\n", "holds no records"),
+        ("csv", 'query,"positive\na,b\n', "header cannot be read"),
+        ("csv", b"query,\xff\na,b\n", "header cannot be read: not UTF-8"),
+        ("csv", b"\xff\xfeq\0", "UTF-16"),
+        ("jsonl", b"\xfe\xff\0{", "UTF-16"),
+        ("jsonl", "\n \n", "holds no records"),
+        ("jsonl", "", "is empty"),
+        ("csv", "", "is empty"),
+        ("csv", b"\xef\xbb\xbf", "header cannot be read: there is none"),
+        ("json", "[]", "holds no records"),
+        ("json", "[ \n", "a.json:2: not JSON"),
+        ("json", '[{"query": "a", "positive": "b"} {"query"', r"a\.json:1: not JSON .expected ',' or '\]'"),
+        ("json", '[{"query": "a", "positive": "b"},\n{"query": }]', r"a\.json:2: not JSON .*in JSON Lines it can"),
+        ("json", '[{"query": "a", "positive": "b"}', "expected ',' or"),
+        ("json", '[{"query": "a", "positive": "b"},]', "not JSON"),
+        ("json", '[{"query": "a", "positive": "b"}]\n\n[]', r"a\.json:3: not JSON .more text after the array"),
+        ("json", "[]]", "more text after the array"),
+        ("json", "[" * 100_000, "not JSON"),
+        ("json", b"[\xff]", "not UTF-8"),
+        ("parquet", b"PAR1 is not enough", "cannot be read as Parquet"),
+        ("txt", "query", r"has the ending \.txt, and vembed reads JSON Lines"),
+        ("jsonl.gz", "x", "is packed.*gunzip -k"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, kind: str, text: str | bytes, message: str) -> None:
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    for mode in ("stop", "skip"):
+        with pytest.raises(UserError, match=message) as caught:
+            open_path(path, on_bad_record=mode)
+        assert str(path) in str(caught.value)
+
+
+def test_a_single_json_object_per_line_in_a_json_file(tmp_path: Path) -> None:
+    assert len(open_path(write_jsonl(tmp_path / "a.json", RECORDS))) == 40
+
+
+def test_bad_elements_of_a_json_array_are_records(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "a.json", '[{"query": "a", "positive": "b"},', "5, null,", '{"query": "c", "positive": "d"}', "]"
+    )
+    store = open_path(path, on_bad_record="skip")
+    assert (len(store), store.num_skipped) == (2, 2)
+    assert store[1].where == f"{path}:3"
+
+
+def test_quotes_in_csv(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "a.csv",
+        "query,positive",
+        '"a ""quoted"" word",5" disk',
+        "b,c",
+        'd,"never closed',
+        "e,f",
+        'g,"h" i',
+        "j,k,l",
+        "m",
+        '"n\nn",o',
+    )
+    store = open_path(path, on_bad_record="skip")
+    found = [(store[i].query.text, store[i].positives[0].text) for i in range(len(store))]
+    assert found == [('a "quoted" word', '5" disk'), ("b", "c"), ("e", "f"), ("n\nn", "o")]
+    problems = "\n".join(store.summary())
+    assert "a.csv:4: not CSV" in problems
+    assert "a.csv:7: the number of cells is 3, and the header has 2" in problems
+
+
+def test_quotes_in_tsv_may_be_letters(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "a.tsv",
+        "query\tpositive",
+        '"The Godfather" cast\ta',
+        '"quoted\ttab"\tb',
+        '"unclosed\tb',
+        "c\td",
+        '"e\tf',
+        '"two\nlines"\tg',
+        'h\t5"',
+    )
+    store = open_path(path, on_bad_record="skip")
+    found = [(store[i].query.text, store[i].positives[0].text) for i in range(len(store))]
+    assert found == [
+        ('"The Godfather" cast', "a"),
+        ("quoted\ttab", "b"),
+        ('"unclosed', "b"),
+        ("c", "d"),
+        ('"e', "f"),
+        ("two\nlines", "g"),
+        ("h", '5"'),
+    ]
+    assert store.num_skipped == 0

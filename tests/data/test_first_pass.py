@@ -1,0 +1,162 @@
+"""What is kept of the data: unpacked Parquet files, the cache of the first pass, and little memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.files import RECORDS, open_path, refused, write_format, write_jsonl
+from tests.data.pictures import write
+from vembed.data import sources, tables
+
+# ---- Parquet -------------------------------------------------------------------------------------------------------
+
+
+def test_large_parquet_files_are_unpacked_once(
+    tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "IN_MEMORY", 100)
+    monkeypatch.setattr(tables, "CHUNK_ROWS", 6)
+    rows = [{**record, "id": i, "negatives": ["x", "y"][: i % 3]} for i, record in enumerate(RECORDS)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=10)
+    store = open_path(tmp_path / "a.parquet")
+    assert [store[i].query.text for i in (39, 0, 17)] == [RECORDS[i]["query"] for i in (39, 0, 17)]
+    (unpacked,) = (cache_home / "vembed" / "parquet").iterdir()
+    before = unpacked.stat()
+    assert open_path(tmp_path / "a.parquet").fingerprint == store.fingerprint
+    assert unpacked.stat() == before
+    pq.write_table(pa.Table.from_pylist(rows[:20]), tmp_path / "a.parquet")
+    assert len(open_path(tmp_path / "a.parquet")) == 20
+    assert len(list((cache_home / "vembed" / "parquet").iterdir())) == 1, "the older one is gone"
+
+
+def test_no_room_to_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "IN_MEMORY", 100)
+    path = write_format(tmp_path, "parquet", RECORDS)
+    monkeypatch.setattr(tables.shutil, "disk_usage", lambda folder: tables.shutil._ntuple_diskusage(10, 9, 1))
+    assert "unpacks to" in refused(path)
+    monkeypatch.undo()
+    monkeypatch.setattr(tables, "IN_MEMORY", 100)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    assert "could not be unpacked" in refused(path)
+
+
+def test_wrong_types_in_parquet(tmp_path: Path) -> None:
+    rows = [{"query": i, "positive": "p"} for i in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert "row 1: query is a number (0)" in refused(tmp_path / "a.parquet")
+
+
+def test_a_damaged_page_of_parquet(tmp_path: Path) -> None:
+    path = write_format(tmp_path, "parquet", RECORDS)
+    data = bytearray(path.read_bytes())
+    data[100:400] = b"\xff" * 300
+    path.write_bytes(data)
+    assert "cannot be read as Parquet" in refused(path)
+
+
+# ---- the cache of the first pass -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eager_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "CACHE_AFTER_SECONDS", 0.0)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The sources that were gone through."""
+    names: list[str] = []
+    build = sources.build_index
+
+    def counted(reader: Any, *arguments: Any, **options: Any) -> Any:
+        names.append(reader.name)
+        return build(reader, *arguments, **options)
+
+    monkeypatch.setattr(sources, "build_index", counted)
+    return names
+
+
+@pytest.mark.usefixtures("eager_cache")
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "folder"])
+def test_the_first_pass_is_made_once(tmp_path: Path, kind: str, passes: list[str]) -> None:
+    path = write_format(tmp_path, kind, [*RECORDS, {**RECORDS[0], "query": ""}])
+    first = open_path(path, on_bad_record="skip", no_duplicates=True)
+    again = open_path(path, on_bad_record="skip", no_duplicates=True)
+    assert len(passes) == 1
+    assert again.summary() == first.summary()
+    assert again.fingerprint == first.fingerprint
+    assert (again.kind, again.has_negatives, again.num_skipped) == (first.kind, first.has_negatives, 1)
+    assert all(again[i] == first[i] and again.keys(i) == first.keys(i) for i in range(len(first)))
+    assert "1 of 41 records cannot be used" in refused(path, no_duplicates=True)
+
+
+@pytest.mark.usefixtures("eager_cache")
+def test_other_options_and_other_content_are_another_pass(tmp_path: Path, passes: list[str]) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    open_path(path)
+    open_path(path, max_negatives=0)
+    open_path(path, no_duplicates=True)
+    assert len(passes) == 3
+    write_jsonl(path, RECORDS[:7])
+    assert len(open_path(path)) == 7
+    assert len(passes) == 4
+
+
+@pytest.mark.usefixtures("eager_cache")
+def test_images_that_change_are_seen(tmp_path: Path, passes: list[str]) -> None:
+    for name in ("a.jpg", "b.jpg"):
+        write(tmp_path / name)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"query": "q", "image": name} for name in ("a.jpg", "b.jpg", "c.jpg")])
+    assert len(open_path(path, on_bad_record="skip")) == 2
+    assert len(open_path(path, on_bad_record="skip")) == 2
+    assert len(passes) == 1
+    write(tmp_path / "c.jpg")
+    assert len(open_path(path)) == 3, "one that was missing has come"
+    (tmp_path / "b.jpg").unlink()
+    assert f"{path}:2: image" in refused(path)
+
+
+@pytest.mark.usefixtures("eager_cache")
+def test_a_damaged_cache_is_made_again(tmp_path: Path, cache_home: Path, passes: list[str]) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    open_path(path)
+    for name in ("starts.npy", "facts.json", "lines.npy"):
+        (damaged,) = cache_home.rglob(name)
+        damaged.write_bytes(damaged.read_bytes()[:-9])
+        assert len(open_path(path)) == 40
+    assert len(passes) == 4
+
+
+@pytest.mark.usefixtures("eager_cache")
+def test_a_cache_that_cannot_be_written_costs_time_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    assert len(open_path(path)) == 40
+
+
+def test_small_data_leave_nothing_behind(tmp_path: Path, cache_home: Path) -> None:
+    open_path(write_jsonl(tmp_path / "a.jsonl", RECORDS))
+    assert not list(cache_home.iterdir())
+
+
+def test_memory_of_an_index(tmp_path: Path) -> None:
+    # 10 million lines must not need to fit in memory: what is kept of a line is its place, not its text.
+    path = write_jsonl(tmp_path / "a.jsonl", [{"query": f"{i} " + "long " * 100, "positive": "p"} for i in range(2000)])
+    store = open_path(path)
+    index = store._sources[0].index
+    assert sum(array.nbytes for array in (index.starts, index.sizes, index.lines)) / len(store) <= 16
+    assert isinstance(index.starts, np.ndarray)
+
+
+def test_reading_data_needs_no_torch() -> None:
+    modules = ", ".join(f"vembed.data.{name}" for name in ("sources", "batches", "microbatches"))
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

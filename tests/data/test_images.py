@@ -1,0 +1,251 @@
+"""Images: references that stay where they may, broken files named before training, pixels as the file means them."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from tests.data.pictures import encode, encoded, write
+from vembed.data.examples import BadRecord, ImageRef
+from vembed.data.images import ImageRoot, check_image, image_size, load_image
+from vembed.errors import UserError
+
+FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
+    write(folder / "a.jpg")
+    write(folder / "deep" / "b.png", "PNG")
+    write(tmp_path / "secret.jpg")
+    return folder
+
+
+def test_relative_and_absolute_paths(root: Path) -> None:
+    images = ImageRoot(str(root), allow_urls=False)
+    assert images.reference("a.jpg") == ImageRef(path=str(root / "a.jpg"))
+    assert images.reference("./deep/../a.jpg") == ImageRef(path=str(root / "a.jpg"))
+    assert images.reference("deep/b.png") == ImageRef(path=str(root / "deep" / "b.png"))
+    assert images.reference(str(root.parent / "secret.jpg")) == ImageRef(path=str(root.parent / "secret.jpg"))
+
+
+@pytest.mark.parametrize("path", ["../secret.jpg", "deep/../../secret.jpg", "..", "deep/../../images2/x.jpg"])
+def test_a_relative_path_may_not_lead_out(root: Path, path: str) -> None:
+    with pytest.raises(BadRecord, match=r"leads out of image_root .*images.*: set image_root"):
+        ImageRoot(str(root), allow_urls=False).reference(path)
+
+
+def test_a_link_may_not_lead_out(root: Path) -> None:
+    (root / "link.jpg").symlink_to(root.parent / "secret.jpg")
+    (root / "folder").symlink_to(root.parent)
+    (root / "inside.jpg").symlink_to(root / "a.jpg")
+    images = ImageRoot(str(root), allow_urls=False)
+    for path in ("link.jpg", "folder/secret.jpg"):
+        with pytest.raises(BadRecord, match="leads out of image_root"):
+            images.reference(path)
+    check_image(images.reference("inside.jpg"))
+
+
+def test_a_root_that_is_a_link_itself(root: Path) -> None:
+    (root.parent / "linked").symlink_to(root)
+    images = ImageRoot(str(root.parent / "linked"), allow_urls=False)
+    check_image(images.reference("deep/b.png"))
+
+
+def test_a_relative_root(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root.parent)
+    reference = ImageRoot("images", allow_urls=False).reference("a.jpg")
+    monkeypatch.chdir("/")
+    check_image(reference)
+
+
+@pytest.mark.parametrize("path", ["", "  ", "a\0.jpg"])
+def test_paths_that_are_none(root: Path, path: str) -> None:
+    with pytest.raises(BadRecord, match="empty or has a NUL"):
+        ImageRoot(str(root), allow_urls=False).reference(path)
+
+
+def test_addresses_only_where_allowed(root: Path) -> None:
+    address = "https://example.org/a.jpg"
+    with pytest.raises(BadRecord, match="allow_image_urls: true"):
+        ImageRoot(str(root), allow_urls=False).reference(address)
+    reference = ImageRoot(str(root), allow_urls=True).reference(address)
+    assert reference == ImageRef(path=address)
+    check_image(reference)  # not fetched before it is needed
+    with pytest.raises(BadRecord, match=r"neither a path nor http\(s\)"):
+        ImageRoot(str(root), allow_urls=True).reference("file:///etc/passwd")
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_good_images_pass(root: Path, format_name: str) -> None:
+    data = encoded(format_name)
+    check_image(ImageRef(data=data))
+    (root / "good").write_bytes(data)
+    check_image(ImageRef(path=str(root / "good")))
+    picture = load_image(ImageRef(data=data))
+    assert picture.mode == "RGB"
+    assert picture.size == (24, 16)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("keep", [0.3, 0.7, 0.95])
+def test_truncated_images_are_refused_by_name(root: Path, format_name: str, keep: float) -> None:
+    data = encoded(format_name, size=(120, 90))
+    (root / "cut.img").write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(BadRecord, match=r"image .*cut\.img is broken"):
+        check_image(ImageRef(path=str(root / "cut.img")))
+    with pytest.raises(UserError, match=r"cut\.img is broken"):
+        load_image(ImageRef(path=str(root / "cut.img")))
+
+
+def test_a_jpeg_with_bytes_after_its_end_is_good(root: Path) -> None:
+    for trailer in (b"\0" * 700, b"camera notes" * 300):
+        check_image(ImageRef(data=encoded("JPEG") + trailer))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "is empty"), (b"GIF", "unknown format"), (b"a text, no image", "unknown format"), (b"\0" * 64, "unknown")],
+)
+def test_files_that_are_no_images(root: Path, content: bytes, message: str) -> None:
+    (root / "x.jpg").write_bytes(content)
+    with pytest.raises(BadRecord, match=rf"image .*x\.jpg .*{message}"):
+        check_image(ImageRef(path=str(root / "x.jpg")))
+
+
+def test_missing_image_folder_pipe_and_circle(root: Path) -> None:
+    (root / "circle.jpg").symlink_to(root / "circle.jpg")
+    os.mkfifo(root / "pipe.jpg")
+    (root / "folder.jpg").mkdir()
+    for name, message in {
+        "gone.jpg": "does not exist",
+        "circle.jpg": "is broken or cannot be read",
+        "pipe.jpg": "not a regular file",
+        "folder.jpg": "not a regular file",
+        "n" * 400: "cannot be read",
+    }.items():
+        with pytest.raises(BadRecord, match=message):
+            check_image(ImageRef(path=str(root / name)))
+
+
+def test_a_few_bytes_that_unpack_to_gigabytes_are_refused() -> None:
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    bomb = (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
+    )
+    for use in (check_image, load_image):
+        with pytest.raises(UserError, match=r"89,478,485 pixels"):
+            use(ImageRef(data=bomb))
+
+
+def test_formats_that_start_other_programs_are_unknown() -> None:
+    with pytest.raises(BadRecord, match="unknown format"):
+        check_image(ImageRef(data=encode(Image.new("RGB", (4, 4)), "EPS")))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL.*")
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(FORMATS),
+    st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), max_size=8),
+    st.floats(0.0, 1.0),
+    st.binary(max_size=20),
+)
+def test_damaged_images_are_read_or_named(
+    format_name: str, damage: list[tuple[float, int]], keep: float, end: bytes
+) -> None:
+    data = bytearray(encoded(format_name))
+    for place, value in damage:
+        data[int(place * len(data))] = value
+    image = ImageRef(data=bytes(data[: max(1, int(len(data) * keep))]) + end)
+    for use in (check_image, load_image):
+        try:
+            use(image)
+        except UserError as error:
+            assert str(error).startswith("image of ")
+
+
+def test_transparency_keeps_the_colours() -> None:
+    red = encode(Image.new("RGBA", (4, 4), (200, 10, 10, 128)), "PNG")
+    assert load_image(ImageRef(data=red)).getpixel((0, 0)) == (200, 10, 10)
+    palette = Image.new("RGB", (4, 4), (1, 200, 3)).quantize(4)
+    data = encode(palette, "PNG", transparency=b"\xff\x80\x00\xff")
+    assert load_image(ImageRef(data=data)).getpixel((0, 0)) == (1, 200, 3)
+
+
+def test_sixteen_bits_are_scaled_not_cut() -> None:
+    deep = Image.fromarray(np.full((4, 4), 32_896, dtype=np.uint16))
+    assert load_image(ImageRef(data=encode(deep, "PNG"))).getpixel((0, 0)) == (128, 128, 128)
+    assert load_image(ImageRef(data=encode(deep, "TIFF"))).getpixel((0, 0)) == (128, 128, 128)
+
+
+def test_floating_point_pixels_are_refused() -> None:
+    data = encode(Image.fromarray(np.ones((4, 4), dtype=np.float32)), "TIFF")
+    with pytest.raises(UserError, match="floating-point"):
+        load_image(ImageRef(data=data))
+    with pytest.raises(BadRecord, match="floating-point"):
+        check_image(ImageRef(data=data))
+
+
+@pytest.mark.parametrize("format_name", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_upright(format_name: str, orientation: int) -> None:
+    picture = Image.fromarray(np.arange(8 * 4 * 3, dtype=np.uint8).reshape(4, 8, 3))
+    exif = picture.getexif()
+    exif[0x0112] = orientation
+    data = encode(picture, format_name, exif=exif.tobytes())
+    with Image.open(io.BytesIO(data)) as plain:
+        expected = ImageOps.exif_transpose(plain).convert("RGB")
+    loaded = load_image(ImageRef(data=data))
+    assert image_size(ImageRef(data=data)) == loaded.size == expected.size
+    assert np.array_equal(np.asarray(loaded), np.asarray(expected))
+
+
+@pytest.mark.filterwarnings("ignore:.*orrupt EXIF data")
+def test_damaged_notes_of_a_camera_do_not_spoil_its_picture() -> None:
+    data = encode(Image.new("RGB", (8, 4)), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff" + b"\xff" * 9)
+    image = ImageRef(data=data)
+    check_image(image)
+    assert load_image(image).size == image_size(image) == (8, 4)
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = encoded("PNG") if self.path == "/good.png" else b""
+            self.send_response(200 if body else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            """Keep quiet."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}"
+        listening.shutdown()
+        thread.join()
+
+
+def test_addresses_are_fetched_when_needed(server: str) -> None:
+    assert load_image(ImageRef(path=f"{server}/good.png")).size == (24, 16)
+    with pytest.raises(UserError, match=r"image http.*gone\.png cannot be fetched: .*404"):
+        load_image(ImageRef(path=f"{server}/gone.png"))

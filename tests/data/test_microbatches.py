@@ -1,0 +1,140 @@
+"""The plan of micro-batches: nothing lost, nothing above the budget, close to the best cut, split as asked."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vembed.data import microbatches
+
+LENGTHS = st.lists(st.integers(1, 600), max_size=60)
+BUDGETS = st.integers(1, 5_000)
+MAX_ROWS = st.none() | st.integers(1, 20)
+
+
+def padded_size(lengths: list[int], rows: list[int]) -> int:
+    return len(rows) * max((lengths[row] for row in rows), default=0)
+
+
+@given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 80))
+def test_every_index_once_within_the_budget(
+    lengths: list[int], budget: int, max_rows: int | None, at_least: int
+) -> None:
+    plan = microbatches.plan(lengths, budget, max_rows, at_least)
+    assert sorted(itertools.chain.from_iterable(plan)) == list(range(len(lengths)))
+    for rows in plan:
+        assert len(rows) <= 1 or padded_size(lengths, rows) <= budget
+        assert max_rows is None or len(rows) <= max_rows
+
+
+@given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 80))
+def test_number_of_micro_batches(lengths: list[int], budget: int, max_rows: int | None, at_least: int) -> None:
+    alone = microbatches.num_micro_batches(lengths, budget, max_rows)
+    plan = microbatches.plan(lengths, budget, max_rows, at_least)
+    assert len(plan) == max(alone, at_least)
+    assert (alone == 0) == (not lengths)
+    num_empty = sum(not rows for rows in plan)
+    assert num_empty == max(0, at_least - max(alone, len(lengths)))
+    assert all(not rows for rows in plan[len(plan) - num_empty :]), "empty ones stand at the end"
+
+
+@given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 80))
+def test_sorted_longest_first(lengths: list[int], budget: int, max_rows: int | None, at_least: int) -> None:
+    plan = microbatches.plan(lengths, budget, max_rows, at_least)
+    in_order = [lengths[row] for rows in plan for row in rows]
+    assert in_order == sorted(lengths, reverse=True)
+
+
+@given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 40))
+def test_splitting_finer_never_pads_more(lengths: list[int], budget: int, max_rows: int | None, at_least: int) -> None:
+    coarse = microbatches.plan(lengths, budget, max_rows, at_least)
+    finer = microbatches.plan(lengths, budget, max_rows, at_least + 3)
+    assert microbatches.padded_tokens(lengths, finer) <= microbatches.padded_tokens(lengths, coarse)
+
+
+@given(LENGTHS, BUDGETS, MAX_ROWS)
+def test_padded_tokens_is_what_the_model_sees(lengths: list[int], budget: int, max_rows: int | None) -> None:
+    plan = microbatches.plan(lengths, budget, max_rows)
+    assert microbatches.padded_tokens(lengths, plan) == sum(padded_size(lengths, rows) for rows in plan)
+    assert microbatches.padded_tokens(lengths, plan) >= sum(lengths)
+    assert microbatches.padded_tokens(lengths, [*plan, []]) == microbatches.padded_tokens(lengths, plan)
+
+
+@given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 40))
+def test_pure(lengths: list[int], budget: int, max_rows: int | None, at_least: int) -> None:
+    first = microbatches.plan(lengths, budget, max_rows, at_least)
+    assert first == microbatches.plan(np.asarray(lengths, dtype=np.int32), budget, max_rows, at_least)
+    assert all(type(row) is int for rows in first for row in rows)
+
+
+def best_cost(ordered: list[int], budget: int, max_rows: int | None, per_micro_batch: int) -> int:
+    """The cheapest cut of all there are, by trying them."""
+    num_cuts = max(0, len(ordered) - 1)
+    best = None
+    for mask in range(2**num_cuts):
+        ends = [i + 1 for i in range(num_cuts) if mask >> i & 1] + [len(ordered)]
+        parts = [ordered[a:b] for a, b in itertools.pairwise([0, *ends])]
+        if any(len(p) > 1 and (len(p) * p[0] > budget or (max_rows and len(p) > max_rows)) for p in parts):
+            continue
+        cost = sum(len(p) * p[0] + per_micro_batch for p in parts)
+        best = cost if best is None else min(best, cost)
+    assert best is not None
+    return best
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 300), st.none() | st.integers(1, 5))
+def test_no_cut_is_cheaper(lengths: list[int], budget: int, max_rows: int | None) -> None:
+    price = microbatches.price(max(lengths), budget, max_rows)
+    plan = microbatches.plan(lengths, budget, max_rows)
+    cost = microbatches.padded_tokens(lengths, plan) + price * len(plan)
+    assert cost == best_cost(sorted(lengths, reverse=True), budget, max_rows, price)
+
+
+def test_padding_almost_disappears() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(4.0, 0.8, 1024), 5, 512).astype(int).tolist()
+    plan = microbatches.plan(lengths, 4096)
+    padding = 1 - sum(lengths) / microbatches.padded_tokens(lengths, plan)
+    assert padding < 0.06
+    assert 1 - sum(lengths) / (max(lengths) * len(lengths)) > 0.8, "in one padded block"
+
+
+def test_equal_lengths_are_cut_into_full_micro_batches() -> None:
+    assert [len(rows) for rows in microbatches.plan([10] * 12, 40)] == [4, 4, 4]
+    assert [len(rows) for rows in microbatches.plan([10] * 12, 10_000, max_rows=5)] == [5, 5, 2]
+
+
+def test_splits_the_largest_in_balance() -> None:
+    assert [len(rows) for rows in microbatches.plan([8] * 8, 64, at_least=2)] == [4, 4]
+    assert [len(rows) for rows in microbatches.plan([8] * 8, 64, at_least=4)] == [2, 2, 2, 2]
+    lengths = [64, 16, 16, 16, 16]
+    sizes = [padded_size(lengths, rows) for rows in microbatches.plan(lengths, 999, at_least=2)]
+    assert sizes == [64, 64]
+
+
+def test_an_item_longer_than_the_budget_is_alone() -> None:
+    assert microbatches.plan([5, 100, 3], 40) == [[1], [0, 2]]
+
+
+def test_fewer_items_than_asked_for() -> None:
+    assert microbatches.plan([5, 7], 100, at_least=4) == [[1], [0], [], []]
+    assert microbatches.plan([], 100, at_least=2) == [[], []]
+    assert microbatches.plan([], 100) == []
+
+
+@pytest.mark.parametrize(("lengths", "budget", "max_rows"), [([0], 10, None), ([3], 0, None), ([3], 10, 0)])
+def test_nonsense_is_refused(lengths: list[int], budget: int, max_rows: int | None) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        microbatches.plan(lengths, budget, max_rows)
+
+
+def test_fast_enough_for_every_step() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(4.0, 0.8, 8192), 5, 512).astype(int)
+    start = time.perf_counter()
+    microbatches.plan(lengths, 16_384)
+    assert time.perf_counter() - start < 0.5

@@ -1,0 +1,293 @@
+"""What a record means: every accepted form, and one sentence for each one that is not."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vembed.data.columns import COLUMNS, Columns
+from vembed.data.examples import BadRecord, Example, ImageRef, Item
+from vembed.data.images import ImageRoot
+from vembed.data.records import RecordFormat
+from vembed.errors import UserError
+
+ROOT = "/images"
+
+
+def record_format(mapping: dict[str, str] | None = None, **options: Any) -> RecordFormat:
+    return RecordFormat(Columns(mapping), ImageRoot(ROOT, allow_urls=False), **options)
+
+
+def read(record: Any, **options: Any) -> Example:
+    return record_format(**options).example(record, "here:1")
+
+
+def picture(*names: str, text: str | None = None) -> Item:
+    return Item(text=text, images=tuple(ImageRef(path=f"{ROOT}/{name}") for name in names))
+
+
+def texts(*values: str) -> tuple[Item, ...]:
+    return tuple(Item(text=value) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"query": "q", "positive": "p"}, Example(Item("q"), texts("p"))),
+        ({"query": "q", "positive": ["p", "r"]}, Example(Item("q"), texts("p", "r"))),
+        ({"query": "q", "positives": ["p"]}, Example(Item("q"), texts("p"))),
+        ({"query": "q", "positive": "p", "negative": "n"}, Example(Item("q"), texts("p"), texts("n"))),
+        ({"query": "q", "positive": "p", "negatives": ["n", "m"]}, Example(Item("q"), texts("p"), texts("n", "m"))),
+        ({"query": "q", "positive": "p", "negatives": []}, Example(Item("q"), texts("p"))),
+        ({"query": "q", "positive": "p", "negatives": None}, Example(Item("q"), texts("p"))),
+        (
+            {"query": "q", "positive": "p", "negative_1": "a", "negative_2": "b", "negative_10": "c"},
+            Example(Item("q"), texts("p"), texts("a", "b", "c")),
+        ),
+        ({"anchor": "q", "positive": "p", "negative": "n"}, Example(Item("q"), texts("p"), texts("n"))),
+        ({"query": "q", "pos": ["p"], "neg": ["n", "m"]}, Example(Item("q"), texts("p"), texts("n", "m"))),
+        ({"question": "q", "answer": "p"}, Example(Item("q"), texts("p"))),
+        ({"query": "q", "response": "p", "rejected_response": ["n"]}, Example(Item("q"), texts("p"), texts("n"))),
+        (
+            {"query": "q", "positive_passages": [{"text": "p"}], "negative_passages": [{"text": "n"}]},
+            Example(Item("q"), texts("p"), texts("n")),
+        ),
+        (
+            {"query": "q", "positive": ["p", "r"], "scores": [2, 1.5]},
+            Example(Item("q"), texts("p", "r"), (), (2.0, 1.5)),
+        ),
+        ({"query": "q", "positive": "p", "score": 0.5}, Example(Item("q"), texts("p"), (), (0.5,))),
+        ({"sentence1": "a", "sentence2": "b", "score": 0.8}, Example(Item("a"), texts("b"), (), (0.8,))),
+        ({"sentence1": "a", "sentence2": "b", "label": 1}, Example(Item("a"), texts("b"), (), (1.0,))),
+        ({"sentence1": "a", "sentence2": "b"}, Example(Item("a"), texts("b"))),
+        (
+            {"query": "a/b.jpg", "positive": "https://x.org/y.png"},
+            Example(Item("a/b.jpg"), texts("https://x.org/y.png")),
+        ),
+        ({"query": "q", "positive": {"image": "c.jpg"}}, Example(Item("q"), (picture("c.jpg"),))),
+        (
+            {"query": {"text": "in red", "image": "s.jpg"}, "positive": {"images": ["r.jpg", "t.jpg"]}},
+            Example(picture("s.jpg", text="in red"), (picture("r.jpg", "t.jpg"),)),
+        ),
+        (
+            {"query": "q", "positive": {"text": "p"}, "negatives": [{"image": "d.jpg"}, "n"]},
+            Example(Item("q"), texts("p"), (picture("d.jpg"), Item("n"))),
+        ),
+        ({"query": {"text": "", "image": "s.jpg"}, "positive": "p"}, Example(picture("s.jpg"), texts("p"))),
+        ({"query": {"text": None, "image": "s.jpg"}, "positive": "p"}, Example(picture("s.jpg"), texts("p"))),
+        ({"query": "q", "image": "c.jpg"}, Example(Item("q"), (picture("c.jpg"),))),
+        ({"query": "q", "query_image": "s.jpg", "positive": "p"}, Example(picture("s.jpg", text="q"), texts("p"))),
+        ({"query_images": ["s.jpg", "t.jpg"], "positive": "p"}, Example(picture("s.jpg", "t.jpg"), texts("p"))),
+        (
+            {"query": "q", "positive_image": ["c.jpg", "d.jpg"], "negative_image": "e.jpg"},
+            Example(Item("q"), (picture("c.jpg"), picture("d.jpg")), (picture("e.jpg"),)),
+        ),
+        (
+            {"query": "q", "positive": ["p", "r"], "positive_image": ["c.jpg", "d.jpg"]},
+            Example(Item("q"), (picture("c.jpg", text="p"), picture("d.jpg", text="r"))),
+        ),
+        (
+            {"query": "q", "positive": {"bytes": b"x", "path": "y"}},
+            Example(Item("q"), (Item(images=(ImageRef(data=b"x"),)),)),
+        ),
+        ({"query": "q", "positive": {"bytes": None, "path": "y.jpg"}}, Example(Item("q"), (picture("y.jpg"),))),
+        (
+            {"query": "q", "image": {"bytes": b"x", "path": None}},
+            Example(Item("q"), (Item(images=(ImageRef(data=b"x"),)),)),
+        ),
+        ({"query": "q", "positive": b"x"}, Example(Item("q"), (Item(images=(ImageRef(data=b"x"),)),))),
+        ({"query": "q", "positive": "p", "label": 7}, Example(Item("q"), texts("p"))),
+    ],
+)
+def test_forms(record: dict[str, Any], expected: Example) -> None:
+    found = read(record)
+    assert (found.query, found.positives, found.negatives, found.scores) == (
+        expected.query,
+        expected.positives,
+        expected.negatives,
+        expected.scores,
+    )
+    assert found.where == "here:1"
+
+
+@pytest.mark.parametrize(
+    ("mode", "query", "document"),
+    [
+        ("auto", Item("x"), Item("x")),
+        ("t2t", Item("x"), Item("x")),
+        ("t2i", Item("x"), picture("x")),
+        ("i2t", picture("x"), Item("x")),
+        ("i2i", picture("x"), picture("x")),
+        ("m2i", Item("x"), picture("x")),
+        ("m2t", Item("x"), Item("x")),
+    ],
+)
+def test_what_plain_strings_are(mode: str, query: Item, document: Item) -> None:
+    found = read({"query": "x", "positive": ["x"], "negative": "x"}, mode=mode)
+    assert (found.query, found.positives, found.negatives) == (query, (document,), (document,))
+
+
+def test_a_mode_says_nothing_about_objects() -> None:
+    found = read({"query": {"text": "q"}, "positive": [{"text": "p"}, "c.jpg"]}, mode="i2i")
+    assert (found.query, found.positives) == (Item("q"), (Item("p"), picture("c.jpg")))
+
+
+def test_both_parts_of_a_record_with_text_and_image() -> None:
+    found = read({"query": "in red", "query_image": "s.jpg", "positive": "r.jpg"}, mode="m2i")
+    assert (found.query, found.positives) == (picture("s.jpg", text="in red"), (picture("r.jpg"),))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ([], "a list, and a record is an object"),
+        ("text", "a text, and a record is an object"),
+        (None, "null, and a record is an object"),
+        ({}, r"no query \(it has no fields\)"),
+        ({"id": 1, "text": "x"}, r"no query \(it has id, text\): .*column_mapping"),
+        ({"query": "q", "doc": "x"}, r"no positive \(it has query, doc\): .*column_mapping"),
+        ({"query": "", "positive": "p"}, "query is empty"),
+        ({"query": " \n\t", "positive": "p"}, "query is empty"),
+        ({"query": None, "positive": "p"}, "query is null"),
+        ({"query": 5, "positive": "p"}, r"query is a number \(5\), not a text"),
+        ({"query": True, "positive": "p"}, "query is true, not a text"),
+        ({"query": ["q"], "positive": "p"}, "query is a list, and one item is expected"),
+        ({"query": "q", "positive": None}, "positive is null"),
+        ({"query": "q", "positive": []}, "positive is an empty list"),
+        ({"query": "q", "positive": ["p", ""]}, "positive 2 is empty"),
+        ({"query": "q", "positive": ["p", None]}, "positive 2 is null"),
+        ({"query": "q", "positive": [["p"]]}, "positive is a list inside of a list"),
+        ({"query": "q", "positive": ["p", ["r"]]}, "positive 2 is a list inside of a list"),
+        ({"query": "q", "positive": "p", "negatives": ["n", 3]}, r"negatives 2 is a number \(3\)"),
+        ({"query": "q", "positive": "p", "negatives": ""}, "negatives is empty"),
+        ({"query": "q", "positive": {}}, r"positive is an object without text or image \(it has no fields\)"),
+        ({"query": "q", "positive": {"txt": "p"}}, r"positive is an object without text or image \(it has txt\)"),
+        ({"query": "q", "positive": {"text": 3}}, r"positive is a number \(3\), not a text"),
+        ({"query": "q", "positive": {"text": ""}}, "positive is empty"),
+        ({"query": "q", "positive": {"image": 3}}, r"positive has a number \(3\) for an image"),
+        ({"query": "q", "positive": {"image": ""}}, "positive: an image path is empty"),
+        ({"query": "q", "positive": {"images": []}}, "positive has an empty list of images"),
+        (
+            {"query": "q", "positive": {"image": {"bytes": None, "path": None}}},
+            "positive has an image without bytes and path",
+        ),
+        ({"query": "q", "positive": {"image": "../x.jpg"}}, "positive: image path ../x.jpg leads out of image_root"),
+        ({"query": "q", "positive": {"image": "http://x.org/y.png"}}, "positive: .*allow_image_urls"),
+        ({"query": "q", "positive": {"image": "\ud800.png"}}, "positive: an image path .*surrogate"),
+        ({"query": "a\0b", "positive": "p"}, "query has a NUL character"),
+        ({"query": "a\ud800b", "positive": "p"}, "query has a lone surrogate"),
+        ({"query": "q", "positive": "p", "score": "0.5"}, r"score is a text, not a number"),
+        ({"query": "q", "positive": "p", "score": True}, r"score is true, not a number"),
+        ({"query": "q", "positive": "p", "score": math.nan}, "score is nan"),
+        ({"query": "q", "positive": "p", "scores": [math.inf]}, "scores is inf"),
+        ({"query": "q", "positive": "p", "score": 10**400}, "score is too large"),
+        ({"query": "q", "positive": "p", "scores": []}, "scores has 0 numbers for 1 positive"),
+        ({"query": "q", "positive": ["p", "r"], "scores": [1]}, "scores has 1 number for 2 positives"),
+        ({"query": "q", "positive": ["p", "r"], "score": 1}, "score has 1 number for 2 positives"),
+        (
+            {"query": "q", "positive": ["p", "r"], "positive_image": ["c.jpg"]},
+            "positive and positive_image belong together, but they are 2 and 1",
+        ),
+    ],
+)
+def test_bad_records(record: Any, message: str) -> None:
+    with pytest.raises(BadRecord, match=message) as caught:
+        read(record)
+    str(caught.value).encode("utf-8")  # whatever the record holds, the message can be printed
+    assert len(str(caught.value)) < 400
+
+
+def test_long_and_odd_names_do_not_flood_the_message() -> None:
+    record = {f"{'x' * 500}\ud800{number}": 1 for number in range(500)}
+    with pytest.raises(BadRecord, match="no query") as caught:
+        read(record)
+    assert len(str(caught.value).encode("utf-8")) < 900
+
+
+def test_column_mapping() -> None:
+    mapping = {"q": "query", "docs": "positive", "bad": "negatives", "worse": "negatives"}
+    found = read({"q": "a", "docs": ["b"], "bad": "c", "worse": ["d"], "query": "unused"}, mapping=mapping)
+    assert (found.query, found.positives, found.negatives) == (Item("a"), texts("b"), texts("c", "d"))
+
+
+def test_column_mapping_to_a_name_that_nobody_reads() -> None:
+    with pytest.raises(UserError, match=r"column_mapping: \{q: querry\}.*'query'"):
+        record_format(mapping={"q": "querry"})
+
+
+def test_two_columns_for_one_query() -> None:
+    with pytest.raises(UserError, match="column_mapping: a and b both become query"):
+        record_format(mapping={"a": "query", "b": "anchor"})
+
+
+def test_unused_columns_are_known() -> None:
+    form = record_format()
+    form.example({"query": "q", "positive": {"text": "p", "title": "t"}, "id": 3, "question": "z"}, "")
+    form.example({"query": "q", "positive": "p", "source": 3}, "")
+    assert form.columns.unused == ["id", "question", "source", "title (inside of an item)"]
+
+
+def test_mapped_columns_that_never_come() -> None:
+    form = record_format(mapping={"q": "query", "gone": "negatives"})
+    form.example({"q": "a", "positive": "b"}, "")
+    assert form.columns.mapped_but_missing == ["gone"]
+
+
+def test_at_most_so_many_negatives_but_all_are_checked() -> None:
+    record = {"query": "q", "positive": "p", "negatives": ["a", "b", "c"]}
+    assert read(record, max_negatives=2).negatives == texts("a", "b")
+    assert read(record, max_negatives=0).negatives == ()
+    with pytest.raises(BadRecord, match="negatives 3 is empty"):
+        read({**record, "negatives": ["a", "b", " "]}, max_negatives=1)
+
+
+def test_what_a_loss_needs() -> None:
+    with pytest.raises(BadRecord, match="no score, which loss: cosent needs"):
+        read({"query": "q", "positive": "p"}, loss="cosent")
+    with pytest.raises(BadRecord, match="no negative, which loss: triplet needs"):
+        read({"query": "q", "positive": "p"}, loss="triplet")
+    with pytest.raises(BadRecord, match=r"scored sentence pair.*loss: infonce.*cosent"):
+        read({"sentence1": "q", "sentence2": "p", "score": 0.1}, loss="infonce")
+    read({"query": "q", "positive": "p", "score": 0.1}, loss="infonce")
+    read({"sentence1": "q", "sentence2": "p"}, loss="infonce")
+    read({"sentence1": "q", "sentence2": "p", "score": 0.1}, loss="cosine")
+
+
+def test_cells_of_a_table_are_text() -> None:
+    found = read({"sentence1": "a", "sentence2": "b", "score": " 0.25 "}, numbers_in_text=True)
+    assert found.scores == (0.25,)
+    for cell in ("0,25", "nan", "x", "1_0"):
+        with pytest.raises(BadRecord, match="score is"):
+            read({"sentence1": "a", "sentence2": "b", "score": cell}, numbers_in_text=True)
+    found = read({"query": "a", "positive": "b", "negative_1": "c", "negative_2": None}, numbers_in_text=True)
+    assert found.negatives == texts("c")
+
+
+def test_missing_columns_of_a_table() -> None:
+    with pytest.raises(UserError, match=r"no query \(it has a, b\): .*column_mapping: \{a: query\}"):
+        record_format().columns.check(["a", "b"])
+    with pytest.raises(UserError, match=r"column_mapping names c, .*has query, positive"):
+        record_format(mapping={"c": "negatives"}).columns.check(["query", "positive"])
+    record_format().columns.check(["query", "positive", "other"])
+    assert record_format().columns.needed(["query", "positive", "other", "negative_2"]) == [
+        "query",
+        "positive",
+        "negative_2",
+    ]
+
+
+def test_every_name_has_one_meaning() -> None:
+    names = [name for names in COLUMNS.values() for name in names]
+    assert len(set(names)) == len(names)
+    for role, accepted in COLUMNS.items():
+        assert role == accepted[0]
+
+
+def test_reading_twice_is_reading_once(tmp_path: Path) -> None:
+    form = record_format()
+    record = json.loads('{"query": "q", "positive": ["p", {"image": "c.jpg"}], "scores": [1, 0.5]}')
+    assert form.example(record, "") == form.example(record, "")

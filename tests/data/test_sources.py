@@ -1,0 +1,340 @@
+"""Files of every format to examples: the good ones in order, several sources, images, names of the Hub."""
+
+from __future__ import annotations
+
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.files import RECORDS, config, open_path, refused, write_format, write_jsonl, write_lines
+from tests.data.pictures import encoded, write
+from vembed.config.schema import DataSource
+from vembed.data.examples import ImageRef, Item
+from vembed.data.sources import open_examples
+from vembed.errors import UserError
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "folder"])
+def test_every_format_gives_the_same_examples(tmp_path: Path, kind: str) -> None:
+    path = write_format(tmp_path, kind, RECORDS)
+    store = open_path(path)
+    assert len(store) == len(RECORDS)
+    for index in [*range(len(RECORDS)), 3, 39, 0]:
+        example, record = store[index], RECORDS[index]
+        assert example.query == Item(record["query"])
+        assert example.positives == (Item(record["positive"]),)
+        assert example.negatives == (Item(record["negative_1"]),)
+        assert example.where.startswith(str(path))
+    assert store.sizes == (40,)
+    assert store.kind == "pairs"
+    assert store.has_negatives
+    assert not store.has_images
+
+
+def test_lines_are_those_of_an_editor(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.csv", "query,positive", 'q,"two', 'lines"', "r,s", "", "t,u")
+    store = open_path(path)
+    assert [store[i].where.rpartition(":")[2] for i in range(3)] == ["2", "4", "6"]
+    path = write_lines(tmp_path / "a.jsonl", '{"query": "a", "positive": "b"}', "", '{"query": "c", "positive": "d"}')
+    assert open_path(path)[1].where == f"{path}:3"
+    path = write_lines(
+        tmp_path / "a.json", "[", '{"query": "a",', ' "positive": "b"}', ",", '{"query": "c", "positive": "d"}]'
+    )
+    assert [open_path(path)[i].where for i in range(2)] == [f"{path}:2", f"{path}:5"]
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv"])
+def test_byte_order_mark_and_line_ends(tmp_path: Path, kind: str, begin: bytes, ending: str) -> None:
+    text = {
+        "jsonl": '{"query": "a", "positive": "b"}\n\n{"query": "c", "positive": "d"}\n',
+        "json": '\n[{"query": "a", "positive": "b"},\n\n {"query": "c", "positive": "d"}]\n\n',
+        "csv": 'query,positive\na,"b"\n\n"c",d\n',
+        "tsv": 'query\tpositive\na\tb\n\nc\t"d"\n',
+    }[kind]
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(begin + text.replace("\n", ending).encode())
+    store = open_path(path)
+    assert [(store[i].query.text, store[i].positives[0].text) for i in range(len(store))] == [("a", "b"), ("c", "d")]
+
+
+def test_the_issue_example_three_bad_records_named_with_their_lines(tmp_path: Path) -> None:
+    good = '{"query": "q", "positive": "p"}'
+    path = write_lines(
+        tmp_path / "a.jsonl", good, '{"query": ', good, '{"query": "", "positive": "p"}', '{"query": "q"}', good
+    )
+    message = refused(path)
+    assert message.startswith("3 of 6 records cannot be used")
+    assert "on_bad_record: skip" in message
+    assert f"{path}:2: not JSON" in message
+    assert f"{path}:4: query is empty" in message
+    assert f"{path}:5: no positive" in message
+
+
+def test_the_first_ten_and_the_count(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"query": "q", "positive": "p"}] + [{"query": 1}] * 25)
+    message = refused(path)
+    assert message.startswith("25 of 26 records")
+    assert message.count(f"{path}:") == 10
+    assert "and 15 more" in message
+
+
+def test_skip_drops_and_counts(tmp_path: Path) -> None:
+    records: list[Any] = [{"query": str(i), "positive": "p"} for i in range(30)]
+    for bad in (3, 4, 20):
+        records[bad] = {"query": None, "positive": "p"}
+    store = open_path(write_jsonl(tmp_path / "a.jsonl", records), on_bad_record="skip")
+    assert [store[i].query.text for i in range(len(store))] == [str(i) for i in range(30) if i not in (3, 4, 20)]
+    assert store.num_skipped == 3
+    assert "3 bad records left out" in store.summary()[0]
+    assert any("a.jsonl:4: query is null" in line for line in store.summary())
+
+
+def test_skip_with_nothing_left(tmp_path: Path) -> None:
+    message = refused(write_jsonl(tmp_path / "a.jsonl", [{"query": 1}, 5]), on_bad_record="skip")
+    assert "2 of 2 records cannot be used, there is nothing to train on" in message
+
+
+def test_columns_that_nobody_reads_are_noted_once(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"query": "q", "positive": "p", "id": i} for i in range(20)])
+    assert [line for line in open_path(path).summary() if "not used" in line] == [f"{path}: not used: id"]
+
+
+def test_column_mapping_for_all_and_for_one(tmp_path: Path) -> None:
+    first = write_jsonl(tmp_path / "a.jsonl", [{"q": "a", "positive": "b"}])
+    second = write_jsonl(tmp_path / "b.jsonl", [{"x": "c", "positive": "d"}])
+    third = write_jsonl(tmp_path / "c.jsonl", [{"query": "e", "positive": "f"}])
+    given = [str(first), DataSource(path=str(second), column_mapping={"x": "query"}), str(third)]
+    store = open_examples(config(column_mapping={"q": "query"}), given)
+    assert [store[i].query.text for i in range(3)] == ["a", "c", "e"]
+    assert "column_mapping names y, which no record has" in refused(third, column_mapping={"y": "negatives"})
+    write_format(tmp_path, "csv", RECORDS)
+    assert "column_mapping names y" in refused(tmp_path / "data.csv", column_mapping={"y": "negatives"})
+
+
+def test_several_sources(tmp_path: Path) -> None:
+    first = write_jsonl(tmp_path / "a.jsonl", [{"query": f"a{i}", "positive": "p"} for i in range(6)])
+    second = write_format(tmp_path, "csv", RECORDS)
+    given = [str(first), DataSource(path=str(second), weight=0.5, name="table")]
+    store = open_examples(config(), given)
+    assert len(store) == 46
+    assert store.sizes == (6, 40)
+    assert store.weights == (1.0, 0.5)
+    assert store.names == (str(first), "table")
+    assert [store.source_of(i) for i in (0, 5, 6, 45)] == [0, 0, 1, 1]
+    assert store[6].query.text == RECORDS[0]["query"]
+    assert "weight 0.5" in store.summary()[1]
+    for index in (-1, 46):
+        with pytest.raises(IndexError):
+            store[index]
+
+
+def test_bad_records_of_all_sources_are_named_together(tmp_path: Path) -> None:
+    paths = [write_jsonl(tmp_path / f"{name}.jsonl", [{"query": "q", "positive": "p"}, {}]) for name in "ab"]
+    with pytest.raises(UserError, match=r"2 of 4 records") as caught:
+        open_examples(config(), [str(path) for path in paths])
+    assert all(f"{path}:2" in str(caught.value) for path in paths)
+
+
+def test_max_train_examples_and_negatives_are_for_training(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"query": f"{i}", "positive": "p", "neg": ["a", "b"]} for i in range(50)])
+    settings = config(max_train_examples=20, max_negatives=1)
+    store = open_examples(settings, str(path))
+    assert len(store) == 20
+    assert [store[i].query.text for i in range(20)] == [str(i) for i in range(20)]
+    assert len(store[0].negatives) == 1
+    assert "the first of 50" in store.summary()[0]
+    validation = open_examples(settings, str(path), role="validation")
+    assert (len(validation), len(validation[0].negatives)) == (50, 2)
+    small = write_jsonl(tmp_path / "b.jsonl", [{"query": f"{i}", "positive": "p"} for i in range(10)])
+    assert open_examples(config(max_train_examples=24), [str(path), str(small)]).sizes == (20, 4)
+    assert open_examples(config(max_train_examples=2), [str(path), str(small)]).sizes == (1, 1)
+
+
+def test_what_the_loss_needs_is_checked_in_training_alone(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"sentence1": "a", "sentence2": "b", "score": 0.5}] * 3)
+    assert "loss: infonce would take each pair for a match" in refused(path)
+    assert open_examples(config(), str(path), role="validation").kind == "scored"
+    assert open_path(path, loss="cosent").kind == "scored"
+
+
+def test_keys_know_equal_content(tmp_path: Path) -> None:
+    records = [{"query": "a", "positive": "b", "negatives": ["c", "a"]}, {"query": "d", "positive": "b"}]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    for store in (open_path(path), open_path(path, no_duplicates=True)):
+        first, second = store.keys(0), store.keys(1)
+        assert len(first) == 3
+        assert set(first) & set(second) == {Item("b").key()}
+    both = open_examples(config(no_duplicates=True, max_train_examples=3), [str(path), str(path)])
+    keys = both.all_keys()
+    assert both.sizes == (1, 1) or sum(both.sizes) == 3
+    assert [keys.of(i).tolist() for i in range(len(both))] == [both.keys(i) for i in range(len(both))]
+
+
+def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    (tmp_path / "elsewhere").mkdir()
+    moved = write_jsonl(tmp_path / "elsewhere" / "b.jsonl", RECORDS)
+    shorter = write_jsonl(tmp_path / "c.jsonl", RECORDS[:-1])
+    assert open_path(path).fingerprint == open_path(moved).fingerprint
+    others = {
+        open_path(shorter).fingerprint,
+        open_path(path, max_negatives=0).fingerprint,
+        open_path(path, max_train_examples=7).fingerprint,
+        open_examples(config(), [DataSource(path=str(path), weight=2.0)]).fingerprint,
+        open_path(path).fingerprint,
+    }
+    assert len(others) == 5
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+def test_a_file_that_changes_while_it_is_used(tmp_path: Path, kind: str) -> None:
+    path = write_format(tmp_path, kind, RECORDS)
+    store = open_path(path)
+    path.write_bytes(b"now something shorter")
+    with pytest.raises(UserError, match=r"has changed since the run began .*: start again"):
+        store[30]
+
+
+def test_a_file_that_is_replaced_is_still_the_old_one(tmp_path: Path) -> None:
+    path = write_format(tmp_path, "jsonl", RECORDS)
+    store = open_path(path)
+    write_jsonl(tmp_path / "new", []).replace(path)
+    assert store[39].query.text == RECORDS[39]["query"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder"])
+def test_threads_may_share_a_store(tmp_path: Path, kind: str) -> None:
+    store = open_path(write_format(tmp_path, kind, RECORDS))
+    order = random.Random(0).choices(range(40), k=400)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda index: store[index].query.text, order))
+    assert found == [RECORDS[index]["query"] for index in order]
+
+
+# ---- paths and names -----------------------------------------------------------------------------------------------
+
+
+def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", RECORDS)
+    assert f"did you mean {tmp_path / 'train.jsonl'}?" in refused(tmp_path / "trian.jsonl")
+    (tmp_path / "circle.jsonl").symlink_to(tmp_path / "circle.jsonl")
+    assert "circle.jsonl cannot be read" in refused(tmp_path / "circle.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "is not a regular file" in refused(tmp_path / "pipe.jsonl")
+    assert "none that `datasets` has saved; it holds circle.jsonl, pipe.jsonl, train.jsonl" in refused(tmp_path)
+    assert "cannot be read" in refused("a\0b.jsonl")
+    assert "cannot be read" in refused(f"{tmp_path}/{'n' * 300}.jsonl")
+    assert "cannot be read" in refused(tmp_path / "train.jsonl" / "x.jsonl")
+    with pytest.raises(UserError, match="data_path is an empty list"):
+        open_examples(config(), [])
+
+
+def test_a_name_of_the_hub_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "as a dataset of the Hub it cannot be loaded" in refused("nobody/no-such-dataset:default:train")
+
+
+def test_a_name_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(name: str, subset: str | None, split: str | None) -> Any:
+        asked.append((name, subset, split))
+        rows = datasets.Dataset.from_list(RECORDS)
+        return rows if split else datasets.DatasetDict({"train": rows, "test": rows.select(range(5))})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert len(open_path("owner/name")) == 40
+    assert len(open_examples(config(), "owner/name:en", role="validation")) == 5
+    assert open_path("owner/name:en:dev")[7].where == "owner/name:en:dev, row 8"
+    assert open_path("owner/name::dev")[7].query == Item(RECORDS[7]["query"])
+    assert asked == [
+        ("owner/name", None, None),
+        ("owner/name", "en", None),
+        ("owner/name", "en", "dev"),
+        ("owner/name", None, "dev"),
+    ]
+
+
+def test_a_saved_dict_of_splits(tmp_path: Path) -> None:
+    import datasets
+
+    splits = {"train": RECORDS[:30], "dev": RECORDS[30:]}
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()})
+    saved.save_to_disk(str(tmp_path / "both"))
+    assert len(open_path(tmp_path / "both")) == 30
+    assert len(open_examples(config(), str(tmp_path / "both"), role="validation")) == 10
+    datasets.DatasetDict({"a": saved["train"], "b": saved["dev"]}).save_to_disk(str(tmp_path / "odd"))
+    assert "has the splits a, b, and none is called train" in refused(tmp_path / "odd")
+
+
+# ---- images --------------------------------------------------------------------------------------------------------
+
+
+def test_images_start_from_the_folder_of_the_file(tmp_path: Path) -> None:
+    picture = write(tmp_path / "pictures" / "cat.jpg")
+    path = write_jsonl(tmp_path / "a.jsonl", [{"query": "a cat", "positive": {"image": "pictures/cat.jpg"}}])
+    store = open_path(path)
+    assert store[0].positives == (Item(images=(ImageRef(path=str(picture)),)),)
+    assert store.has_images
+    assert "text to image" in store.summary()[0]
+    path = write_jsonl(tmp_path / "b.jsonl", [{"query": "a cat", "positive": "cat.jpg"}])
+    store = open_path(path, image_root=str(tmp_path / "pictures"), retrieval_mode="t2i")
+    assert store[0].positives == (Item(images=(ImageRef(path=str(picture)),)),)
+
+
+def test_a_text_with_a_slash_is_a_text(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"query": "cats/dogs", "positive": "cat.jpg"}])
+    for mode in ("auto", "t2t"):
+        assert open_path(path, retrieval_mode=mode)[0].positives == (Item("cat.jpg"),)
+
+
+def test_bad_images_are_named_with_their_lines(tmp_path: Path) -> None:
+    write(tmp_path / "good.jpg")
+    whole = encoded("JPEG", size=(200, 100))
+    (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "zero.jpg").write_bytes(b"")
+    names = ["good.jpg"] * 11 + ["cut.jpg", "zero.jpg", "gone.jpg", "good.jpg", "../x.jpg", "cut.jpg"]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"query": "q", "positive": {"image": name}} for name in names])
+    message = refused(path)
+    assert message.startswith("5 of 17 records")
+    assert f"{path}:12: image {tmp_path / 'cut.jpg'} is broken" in message
+    assert f"{path}:13: image {tmp_path / 'zero.jpg'} is empty" in message
+    assert f"{path}:14: image {tmp_path / 'gone.jpg'} does not exist" in message
+    assert f"{path}:16: positive: image path ../x.jpg leads out of image_root" in message
+    store = open_path(path, on_bad_record="skip")
+    assert [store[i].where for i in range(len(store))] == [f"{path}:{line}" for line in (*range(1, 12), 15)]
+
+
+def test_images_inside_of_parquet_and_datasets(tmp_path: Path) -> None:
+    import datasets
+
+    good, cut = encoded("PNG"), encoded("PNG")[:100]
+    write(tmp_path / "named.png", "PNG")
+    rows = [
+        {"query": "a", "image": {"bytes": good, "path": None}},
+        {"query": "b", "image": {"bytes": cut, "path": "x"}},
+    ]
+    rows.append({"query": "c", "image": {"bytes": None, "path": "named.png"}})
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    features = datasets.Features({"query": datasets.Value("string"), "image": datasets.Image()})
+    datasets.Dataset.from_list(rows[:2], features=features).save_to_disk(str(tmp_path / "folder"))
+    for name, num_good in (("a.parquet", 2), ("folder", 1)):
+        assert f"{tmp_path / name}, row 2: image of 100 bytes is broken" in refused(tmp_path / name)
+        store = open_path(tmp_path / name, on_bad_record="skip")
+        assert len(store) == num_good
+        assert store[0].positives[0].images[0].data == good
+
+
+def test_bytes_in_a_column_are_an_image(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([{"query": "a", "positive": encoded("PNG")}]), tmp_path / "a.parquet")
+    assert open_path(tmp_path / "a.parquet").has_images

@@ -1,0 +1,283 @@
+"""The featuriser on images and on conversations with images: lengths from headers, late decoding, own ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import tiny
+from tests.data.pictures import encode, encoded
+from tests.features.test_text_features import featuriser
+from tests.files.saving import load_in_sentence_transformers, save, without_torchvision
+from vembed.data import pixels
+from vembed.data.examples import ImageRef, Item
+from vembed.data.features import Featuriser
+from vembed.errors import UserError
+
+CELL = 32 * 32
+"""Pixels that the tiny Qwen3-VL makes one token of."""
+
+
+def image(width: int = 24, height: int = 16, seed: int = 0) -> ImageRef:
+    return ImageRef(data=encoded("PNG", (width, height), seed=seed))
+
+
+def of_images(*images: ImageRef, text: str | None = None) -> tuple[Item, str]:
+    return Item(text=text, images=images), "document"
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[ImageRef]:
+    """The images that were decoded, in order."""
+    seen: list[ImageRef] = []
+    load = pixels.load_image
+
+    def noting(ref: ImageRef) -> Image.Image:
+        seen.append(ref)
+        return load(ref)
+
+    monkeypatch.setattr(pixels, "load_image", noting)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("make", "patches"),
+    [
+        (tiny.tiny_vit, 17),
+        (tiny.tiny_clip, 17),
+        (tiny.tiny_dinov2, 17),
+        (tiny.tiny_siglip2, 16),
+        (tiny.tiny_convnext, 17),
+    ],
+)
+def test_an_image_counts_its_patches_and_is_decoded_late(make, patches: int, decoded: list[ImageRef]) -> None:
+    mine = featuriser(tiny.shared(make))
+    first, second = image(seed=1), image(200, 30, seed=2)
+    features = mine.features([of_images(first), of_images(second)])  # type: ignore[list-item]
+    decoded.clear()  # the blank ones that tell how many patches there are
+    assert [(one.lane, one.length, one.token_ids) for one in features] == [("image", patches, None)] * 2
+    batch = mine.collate(features)
+    assert decoded == [first, second]
+    assert len(batch["pixel_values"]) == 2
+    assert not torch.equal(batch["pixel_values"][0], batch["pixel_values"][1])
+
+
+def test_pixels_are_kept_for_the_second_pass_and_bounded(decoded: list[ImageRef]) -> None:
+    mine = featuriser(tiny.shared(tiny.tiny_vit))
+    features = mine.features([of_images(image(seed=seed)) for seed in range(5)])  # type: ignore[misc]
+    decoded.clear()
+    first, second = mine.collate(features), mine.collate(features)
+    assert len(decoded) == 5
+    assert torch.equal(first["pixel_values"], second["pixel_values"])
+    size = 3 * 32 * 32 * 4
+    small = Featuriser(mine.description, image_cache_bytes=2 * size)
+    features = small.features([of_images(image(seed=seed)) for seed in range(5)])  # type: ignore[misc]
+    decoded.clear()
+    small.collate(features)
+    small.collate(features[3:])
+    assert len(decoded) == 5
+    small.collate(features[:1])
+    assert len(decoded) == 6
+
+
+def test_keys_of_images_depend_on_the_image_alone() -> None:
+    mine = featuriser(tiny.shared(tiny.tiny_clip), query_prompt="find ")
+    same = [(Item(images=(image(seed=1),)), kind) for kind in ("query", "document")]
+    other = [(Item(images=(image(seed=2),)), "document")]
+    keys = [feature.key for feature in mine.features([*same, *other])]  # type: ignore[list-item]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_mixed_items_go_to_their_lanes_in_order() -> None:
+    mine = featuriser(tiny.shared(tiny.tiny_clip))
+    items = [
+        of_images(image()),
+        (Item(text="a cat"), "query"),
+        of_images(image(seed=4)),
+        (Item(text="photo.jpg"), "query"),
+    ]
+    features = mine.features(items)  # type: ignore[arg-type]
+    assert [feature.lane for feature in features] == ["image", "text", "image", "text"]
+    assert [feature.content for feature in features] == [item.key() for item, _ in items]
+
+
+@pytest.mark.parametrize(
+    ("make", "item", "message"),
+    [
+        (tiny.tiny_vit, Item(text="a cat"), "embeds images only, and got the text 'a cat'"),
+        (tiny.tiny_clip, Item(text="a cat", images=(image(),)), "1 image.* and a text; a vision-language model"),
+        (tiny.tiny_clip, Item(images=(image(), image())), "embeds a text or one image, and got an item with 2 image"),
+    ],
+)
+def test_what_a_model_cannot_embed_is_said(make, item: Item, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        featuriser(tiny.shared(make)).features([(item, "query")])
+
+
+@pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_clip, tiny.tiny_siglip, tiny.tiny_vit, tiny.tiny_qwen3_vl])
+def test_every_lane_has_a_small_dummy(make) -> None:
+    mine = featuriser(tiny.shared(make))
+    for lane in mine.description.lanes:
+        dummy = mine.dummy(lane)
+        assert dummy.lane == lane
+        assert dummy.length <= 20
+        batch = mine.collate([dummy])
+        assert ("pixel_values" in batch) == (lane != "text")
+
+
+def test_siglip_texts_are_padded_to_one_length_and_counted_so() -> None:
+    mine = featuriser(tiny.shared(tiny.tiny_siglip))
+    features = mine.features([(Item(text="a"), "query"), (Item(text="the cat and the dog"), "query")])
+    assert [feature.length for feature in features] == [16, 16]
+    batch = mine.collate(features[:1])
+    assert batch["input_ids"].shape == (1, 16)
+    assert "attention_mask" not in batch
+
+
+def test_a_broken_image_is_named_when_it_is_decoded(tmp_path: Path) -> None:
+    (tmp_path / "broken.jpg").write_bytes(encoded("JPEG")[:200])
+    mine = featuriser(tiny.shared(tiny.tiny_vit))
+    features = mine.features([of_images(ImageRef(path=str(tmp_path / "broken.jpg")))])  # type: ignore[list-item]
+    with pytest.raises(UserError, match=r"broken\.jpg"):
+        mine.collate(features)
+
+
+# ---- conversations ---------------------------------------------------------------------------------------------
+
+
+def test_conversations_are_those_of_sentence_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_torchvision(monkeypatch)
+    folder = save(tiny.shared(tiny.tiny_qwen3_vl), tmp_path / "final", max_length=50)
+    theirs = load_in_sentence_transformers(folder)
+    mine = featuriser(folder)
+    pictures = [Image.fromarray(np.random.default_rng(n).integers(0, 255, s, dtype=np.uint8)) for n, s in
+                enumerate([(40, 100, 3), (64, 64, 3), (20, 20, 3)])]  # fmt: skip
+    refs = [ImageRef(data=encode(picture, "PNG")) for picture in pictures]
+    items = [of_images(refs[0]), of_images(refs[1], refs[2], text="both"), of_images(refs[2], text="word " * 60)]
+    features = mine.features(items)  # type: ignore[arg-type]
+    batch = mine.collate(features)
+    expected = theirs.preprocess(
+        [{"image": pictures[0]}, {"image": pictures[1:], "text": "both"}, {"image": pictures[2], "text": "word " * 60}]
+    )
+    assert [feature.length for feature in features] == expected["attention_mask"].sum(dim=1).tolist()
+    assert {feature.lane for feature in features} == {"vision"}
+    for name in ("input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw", "pixel_values"):
+        assert torch.equal(batch[name], expected[name]), name
+    assert batch.keys() == {"input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw", "pixel_values"}
+
+
+def test_image_tokens_are_counted_from_the_header(decoded: list[ImageRef]) -> None:
+    mine = featuriser(tiny.shared(tiny.tiny_qwen3_vl))
+    sizes = [(64, 64), (64, 32), (32, 96)]
+    lengths = [mine.features([of_images(image(*size))])[0].length for size in sizes]  # type: ignore[list-item]
+    assert [length - lengths[1] for length in lengths] == [2, 0, 1]
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    turned = ImageRef(data=encode(Image.new("RGB", (96, 32)), "JPEG", exif=exif))
+    (feature,) = mine.features([of_images(turned)])  # type: ignore[list-item]
+    assert decoded == []
+    assert feature.length == lengths[2]
+    assert mine.collate([feature])["image_grid_thw"].tolist() == [[1, 6, 2]]
+
+
+def test_limits_of_the_image_area_change_the_number_of_tokens() -> None:
+    lengths = []
+    for limits in ({}, {"max_pixels": 4 * CELL}, {"min_pixels": 9 * CELL}):
+        mine = featuriser(tiny.shared(tiny.tiny_qwen3_vl), **limits)
+        lengths.append([mine.features([of_images(image(side, side))])[0].length for side in (40, 200)])  # type: ignore[list-item]
+    assert np.diff(lengths, axis=0).tolist() == [[0, 4 - 16], [9 - 1, 16 - 4]]
+    with pytest.raises(UserError, match=r"min_pixels is 16,384 and max_pixels 2,048"):
+        featuriser(tiny.shared(tiny.tiny_qwen3_vl), min_pixels=16 * CELL, max_pixels=2 * CELL)
+
+
+def test_images_that_do_not_fit_are_an_error_and_never_cut() -> None:
+    mine = featuriser(tiny.shared(tiny.tiny_qwen3_vl), max_length=20)
+    (feature,) = mine.features([of_images(image(32, 64), text="many words " * 20)])  # type: ignore[list-item]
+    assert feature.length == 20
+    with pytest.raises(UserError, match=r"1 image\(s\) of 16 tokens does not fit into max_length 20: raise max_length"):
+        mine.features([of_images(image(200, 200))])  # type: ignore[list-item]
+
+
+def test_a_placeholder_in_a_text_is_refused() -> None:
+    mine = featuriser(tiny.shared(tiny.tiny_qwen3_vl))
+    with pytest.raises(UserError, match="placeholder of an image"):
+        mine.features([(Item(text="look: <|image_pad|>"), "query")])
+    with pytest.raises(UserError, match="placeholder of an image"):
+        mine.features([of_images(image(), text="look: <|image_pad|>")])  # type: ignore[list-item]
+
+
+def test_an_image_of_impossible_shape_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "line.png"
+    Image.new("RGB", (900, 3)).save(path)
+    with pytest.raises(UserError, match=r"image .*line\.png, 900 x 3 pixels, cannot be used: absolute aspect ratio"):
+        featuriser(tiny.shared(tiny.tiny_qwen3_vl)).features([of_images(ImageRef(path=str(path)))])  # type: ignore[list-item]
+
+
+def test_an_image_that_changed_since_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "moving.png"
+    Image.new("RGB", (64, 64)).save(path)
+    mine = featuriser(tiny.shared(tiny.tiny_qwen3_vl))
+    features = mine.features([of_images(ImageRef(path=str(path)))])  # type: ignore[list-item]
+    Image.new("RGB", (64, 128)).save(path)
+    with pytest.raises(UserError, match=r"changed its size since its header was read, one of: .*moving\.png"):
+        mine.collate(features)
+
+
+def test_a_template_that_changes_its_text_is_rendered_for_each(tmp_path: Path) -> None:
+    folder = tiny.tiny_qwen3_vl(tmp_path)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("{{ part['text'] }}", "{{ part['text'] | trim | upper }}"))
+    mine = featuriser(folder)
+    loud, quiet = mine.features([(Item(text=text), "query") for text in ("THE CAT", "  the cat ")])
+    assert loud.key == quiet.key
+
+
+def test_a_vision_language_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    folder = tiny.tiny_qwen3_vl(tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match=r"has no chat template.*add chat_template\.jinja"):
+        featuriser(folder)
+
+
+def test_a_model_with_code_of_its_own_for_chats_is_read_as_a_chat_model(tmp_path: Path) -> None:
+    """As GME is published: its first module is code in the folder, which puts an end-of-text token behind each chat."""
+    folder = tiny.tiny_qwen2_vl(tmp_path)
+    kinds = [
+        "custom_st.MultiModalTransformer",
+        *(f"sentence_transformers.models.{kind}" for kind in ("Pooling", "Normalize")),
+    ]
+    paths = ["", "1_Pooling", "2_Normalize"]
+    modules = [{"idx": at, "name": str(at), "path": paths[at], "type": kind} for at, kind in enumerate(kinds)]
+    tiny.write_json(folder / "modules.json", modules)
+    tiny.write_json(
+        folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 32, "pooling_mode_lasttoken": True}
+    )
+    tiny.write_json(folder / "sentence_bert_config.json", {"max_seq_length": 300})
+    mine = featuriser(folder)
+    assert (mine.description.family, mine.description.pooling) == ("vision_language", "last")
+    for item in (Item(text="a cat"), Item(images=(image(),))):
+        (feature,) = mine.features([(item, "query")])
+        assert feature.token_ids is not None
+        assert int(feature.token_ids[-1]) == 0  # <|endoftext|>, behind the opened answer
+    tiny.write_json(folder / "config.json", {"model_type": "bert"})
+    with pytest.raises(UserError, match=r"no module of the kind custom_st\.MultiModalTransformer"):
+        featuriser(folder)
+
+
+def test_an_image_processor_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    folder = tiny.tiny_vit(tmp_path)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(UserError, match=f"the image processor of {tmp_path} cannot be loaded"):
+        featuriser(folder)
+
+
+def test_images_that_would_have_different_sizes_are_refused(tmp_path: Path) -> None:
+    folder = tiny.tiny_dinov2(tmp_path)
+    tiny.save_image_processor(folder, "BitImageProcessor", size={"shortest_edge": 32}, do_center_crop=False)
+    mine = featuriser(folder)
+    with pytest.raises(UserError, match=r"gives images of different sizes.*set crop_size"):
+        mine.features([of_images(image())])  # type: ignore[list-item]

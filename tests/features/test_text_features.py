@@ -1,0 +1,202 @@
+"""The featuriser on texts: the token ids of Sentence Transformers, lengths known beforehand, one entry per input."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+
+from tests import tiny
+from tests.files.saving import load_in_sentence_transformers, save
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import ImageRef, Item
+from vembed.data.features import Featuriser
+from vembed.errors import UserError
+from vembed.models.families import describe
+
+TEXTS = [*tiny.texts(6, seed=4, longest=30), "photo.jpg", "a/b/c", "Two\nlines  and   spaces", "z" * 400]
+MODELS: dict[str, Callable[..., Path]] = {
+    "bert": tiny.tiny_bert,
+    "roberta": tiny.tiny_roberta,
+    "qwen3": tiny.tiny_qwen3,
+    "llama": tiny.tiny_llama,
+    "gemma": tiny.tiny_gemma,
+}
+
+
+def featuriser(source: Path, **options: object) -> Featuriser:
+    cache = options.pop("cache_bytes", 2**20)
+    config = TrainConfig.model_validate({"model_name": str(source), "data_path": "unused", **options})
+    return Featuriser(describe(config), cache_bytes=cache)  # type: ignore[arg-type]
+
+
+def documents(*texts: str) -> list[tuple[Item, str]]:
+    return [(Item(text=text), "document") for text in texts]
+
+
+def with_padding_on(side: str, source: Path, directory: Path) -> Path:
+    """The same model whose tokenizer pads on that side."""
+    from transformers import AutoModel, AutoTokenizer
+
+    AutoModel.from_pretrained(source).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(source, padding_side=side).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("max_length", [5, 16, 64])
+@pytest.mark.parametrize("name", MODELS)
+def test_token_ids_are_those_of_sentence_transformers(name: str, max_length: int, tmp_path: Path) -> None:
+    source = tiny.shared(MODELS[name])
+    folder = save(source, tmp_path / "final", max_length=max_length, query_prompt="find this: ")
+    theirs: SentenceTransformer = load_in_sentence_transformers(folder)
+    mine = featuriser(source, max_length=max_length, query_prompt="find this: ")
+    for kind, prompt in (("query", "find this: "), ("document", None)):
+        features = mine.features([(Item(text=text), kind) for text in TEXTS])  # type: ignore[misc]
+        expected = theirs.preprocess(TEXTS, prompt=prompt)
+        batch = mine.collate(features)
+        assert torch.equal(batch["input_ids"], expected["input_ids"])
+        assert torch.equal(batch.get("attention_mask", torch.ones_like(batch["input_ids"])), expected["attention_mask"])
+        assert [feature.length for feature in features] == expected["attention_mask"].sum(dim=1).tolist()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_goes_to_the_side_that_the_tokenizer_says(side: str, tmp_path: Path) -> None:
+    source = with_padding_on(side, tiny.shared(tiny.tiny_qwen3), tmp_path)
+    made = featuriser(source)
+    short, long = made.features(documents("a", "the cat and the dog"))  # type: ignore[arg-type]
+    batch = made.collate([short, long])
+    mask = [0] * (long.length - short.length) + [1] * short.length
+    assert batch["attention_mask"].tolist() == [mask if side == "left" else mask[::-1], [1] * long.length]
+    assert "attention_mask" not in made.collate([short, short])  # nothing is padded
+
+
+def test_a_decoder_whose_tokenizer_adds_an_end_token_keeps_it_when_the_text_is_cut() -> None:
+    mine = featuriser(tiny.shared(tiny.tiny_qwen3), max_length=6)
+    (feature,) = mine.features(documents(" ".join(TEXTS)))  # type: ignore[arg-type]
+    assert feature.token_ids is not None
+    assert (feature.length, int(feature.token_ids[-1])) == (6, 0)  # 0 is <|endoftext|>
+
+
+def test_equal_inputs_have_equal_keys_and_only_they() -> None:
+    mine = featuriser(tiny.shared(tiny.tiny_bert), query_prompt="find ", max_length=8)
+    long = "cat dog bird fish horse house river mountain"
+    items = [
+        (Item(text="a cat"), "query"),
+        (Item(text="find a cat"), "document"),  # the same tokens, another content
+        (Item(text="a cat"), "document"),
+        (Item(text=long + " street"), "document"),  # the same after the cut
+        (Item(text=long + " city"), "document"),
+    ]
+    keys = [feature.key for feature in mine.features(items)]  # type: ignore[arg-type]
+    contents = [feature.content for feature in mine.features(items)]  # type: ignore[arg-type]
+    assert keys[0] == keys[1] != keys[2]
+    assert keys[3] == keys[4]
+    assert contents[0] == contents[2] != contents[1]
+    assert len(set(contents[3:])) == 2
+    assert all(0 <= key < 2**63 for key in keys + contents)
+
+
+def test_a_text_is_tokenised_once_and_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = featuriser(tiny.shared(tiny.tiny_bert), cache_bytes=5_000)
+    assert mine._text is not None
+    tokenised: list[str] = []
+    encode = mine._text.encode
+    monkeypatch.setattr(mine._text, "encode", lambda texts: tokenised.extend(texts) or encode(texts))
+    few = tiny.texts(5, seed=9)
+    first = mine.features([(Item(text=text), "query") for text in few * 2])
+    again = mine.features([(Item(text=text), "document") for text in few])  # without prompts the roles are the same
+    assert tokenised == few
+    assert first[:5] == first[5:] == again
+    many = tiny.texts(500, seed=10)
+    for _ in range(2):
+        assert len(mine.features([(Item(text=text), "query") for text in many])) == 500
+    assert len(mine._cache) < 20
+    assert len(tokenised) > 900
+
+
+def test_threads_may_share_a_featuriser() -> None:
+    mine, alone = (featuriser(tiny.shared(tiny.tiny_bert)) for _ in range(2))
+    texts = tiny.texts(400, seed=5)
+    expected = [feature.key for feature in alone.features([(Item(text=text), "query") for text in texts])]
+    results: dict[int, list[int]] = {}
+
+    def work(number: int) -> None:
+        order = np.random.default_rng(number).permutation(len(texts))
+        keys = {int(at): mine.features([(Item(text=texts[at]), "query")])[0].key for at in order}
+        results[number] = [keys[at] for at in range(len(texts))]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == dict.fromkeys(range(4), expected)
+
+
+def test_lower_casing_that_sentence_transformers_files_ask_for(tmp_path: Path) -> None:
+    folder = tiny.add_sentence_transformers_files(tiny.tiny_roberta(tmp_path))
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32, "do_lower_case": True}))
+    mine = featuriser(folder)
+    upper, lower = mine.features(documents("The CAT", "the cat"))  # type: ignore[arg-type]
+    assert upper.key == lower.key
+    saved = save(folder, tmp_path / "final")
+    ids = load_in_sentence_transformers(saved).preprocess(["The CAT"])["input_ids"]
+    assert ids.tolist() == mine.collate([upper])["input_ids"].tolist()
+
+
+def test_the_dummy_is_a_short_text_and_no_random_number_is_drawn() -> None:
+    mine = featuriser(tiny.shared(tiny.tiny_bert))
+    before = torch.get_rng_state()
+    dummy = mine.dummy("text")
+    mine.collate([dummy, *mine.features(documents(*TEXTS))])  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (dummy.lane, dummy.length) == ("text", 3)
+
+
+def test_what_a_text_model_cannot_embed_is_said() -> None:
+    mine = featuriser(tiny.shared(tiny.tiny_bert))
+    with pytest.raises(UserError, match="embeds texts only, and got an item with an image"):
+        mine.features([(Item(images=(ImageRef(path="x.jpg"),)), "query")])
+    with pytest.raises(UserError, match="neither a text nor an image"):
+        mine.features([(Item(), "query")])
+
+
+def test_a_text_without_any_token_is_named(tmp_path: Path) -> None:
+    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_llama)), data_path="unused"))
+    assert Featuriser(description).features([(Item(text=""), "document")])[0].length == 1  # the start token
+    tiny.byte_tokenizer(["<unk>"], "$A", unk_token="<unk>", pad_token="<unk>").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="the text '' becomes no token at all"):
+        Featuriser(description.with_(source=str(tmp_path))).features([(Item(text=""), "document")])
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused"))
+    with pytest.raises(UserError, match=f"the tokenizer of {tmp_path} cannot be loaded"):
+        Featuriser(description.with_(source=str(tmp_path)))
+
+
+def test_a_tokenizer_written_in_python_gives_its_own_ids(tmp_path: Path) -> None:
+    from transformers import CanineTokenizer
+
+    tokenizer = CanineTokenizer()
+    assert not tokenizer.is_fast
+    tokenizer.save_pretrained(tmp_path)
+    tiny.write_json(tmp_path / "config.json", {"model_type": "canine"})
+    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused"))
+    mine = Featuriser(description.with_(source=str(tmp_path), max_length=9))
+    batch = mine.collate(mine.features([(Item(text=text), "query") for text in TEXTS]))
+    expected = tokenizer(TEXTS, truncation=True, max_length=9, padding=True)["input_ids"]
+    assert batch["input_ids"].tolist() == expected
+
+
+def test_a_tokenizer_without_padding_and_end_token_is_named(tmp_path: Path) -> None:
+    tiny.byte_tokenizer(["<unk>"], "$A", unk_token="<unk>").save_pretrained(tmp_path)
+    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused"))
+    with pytest.raises(UserError, match="neither a padding nor an end token; add `pad_token`"):
+        Featuriser(description.with_(source=str(tmp_path)))

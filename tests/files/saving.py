@@ -1,0 +1,65 @@
+"""Saving a tiny model as a run does, and encoding with the saved folder in our way and in Sentence Transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+from transformers.processing_utils import ProcessorMixin
+from transformers.utils import is_torchvision_available
+
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import Item, Kind
+from vembed.data.features import Featuriser
+from vembed.evaluation.encoding import encode_items, first_dims
+from vembed.models.card import Card
+from vembed.models.embedder import build_model, load_embedder
+from vembed.models.families import describe
+from vembed.models.files import save_model
+
+
+def save(source: Path, directory: Path, *, card: Card | None = None, **options: Any) -> Path:
+    """The model in `source`, described and built with these options, saved to `directory`."""
+    config = TrainConfig(model_name=str(source), data_path="unused", **options)
+    description = describe(config)
+    model = build_model(config, description)
+    return save_model(directory, description, model.backbone, model.head, model.state_dict(), card=card)
+
+
+def ours(folder: Path, items: Sequence[str | Item], kind: Kind, truncate_dim: int | None = None) -> np.ndarray:
+    """Embeddings by vembed's one encode path, cut after normalisation as Sentence Transformers does."""
+    model = load_embedder(folder)
+    asked = [Item(text=item) if isinstance(item, str) else item for item in items]
+    description = model.description
+    whole = encode_items(model, Featuriser(description), asked, kind, normalize=description.normalize)
+    return first_dims(whole, truncate_dim or description.truncate_dim or whole.shape[1], False)
+
+
+def load_in_sentence_transformers(folder: Path, **options: Any) -> SentenceTransformer:
+    """The folder as somebody without vembed loads it."""
+    return SentenceTransformer(str(folder), device="cpu", local_files_only=True, **options)
+
+
+class NoVideos(dict[str, Any]):
+    """Stands where a processor keeps its part for videos, which needs torchvision."""
+
+    model_input_names = ("pixel_values_videos", "video_grid_thw")
+
+
+def without_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Sentence Transformers load vision-language models on a machine without torchvision: everything but videos is
+    as it is."""
+    if is_torchvision_available():
+        return
+    check = ProcessorMixin.check_argument_for_proper_class
+    monkeypatch.setattr(AutoVideoProcessor, "from_pretrained", lambda *_, **__: NoVideos())
+    monkeypatch.setattr(
+        ProcessorMixin,
+        "check_argument_for_proper_class",
+        lambda self, name, value: None if name == "video_processor" else check(self, name, value),
+    )

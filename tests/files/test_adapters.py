@@ -1,0 +1,114 @@
+"""A model tuned by LoRA is saved merged, with the adapter beside it, or as the adapter alone; all score the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import tiny
+from tests.files.saving import load_in_sentence_transformers, ours
+from tests.files.test_text_models import TEXTS, assert_same
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import ImageRef, Item
+from vembed.data.features import Featuriser
+from vembed.evaluation.encoding import encode_items
+from vembed.models.embedder import EmbeddingModel, build_model
+from vembed.models.families import describe
+from vembed.models.files import save_model
+
+
+def tuned(source: Path, **options: Any) -> EmbeddingModel:
+    """A model with adapters that have learned something."""
+    config = TrainConfig(model_name=str(source), data_path="unused", use_lora=True, lora_r=4, **options)
+    model = build_model(config, describe(config))
+    draw = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) / 10)
+    return model
+
+
+def save(model: EmbeddingModel, directory: Path, *, merge: bool) -> Path:
+    weights = model.state_dict()
+    return save_model(directory, model.description, model.backbone, model.head, weights, merge_adapters=merge)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (tiny.tiny_bert, {}),
+        (tiny.tiny_qwen3_st, {"use_mrl": True, "mrl_dims": [16]}),
+        (tiny.tiny_llama, {"use_dora": True}),
+    ],
+)
+def test_merged_or_not_the_embeddings_are_the_same(
+    make: Callable[..., Path], options: dict[str, Any], tmp_path: Path
+) -> None:
+    source = tiny.shared(make)
+    model = tuned(source, **options)
+    items = [Item(text=text) for text in TEXTS]
+    trained = encode_items(model, Featuriser(model.description), items, "query", normalize=model.description.normalize)
+    merged = save(model, tmp_path / "merged", merge=True)
+    alone = save(model, tmp_path / "alone", merge=False)
+    assert (merged / "adapter" / "adapter_model.safetensors").is_file()
+    assert [path.name for path in alone.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    assert "holds an adapter (LoRA) alone" in (alone / "README.md").read_text()
+    assert "(LoRA)" not in (merged / "README.md").read_text()
+    for folder in (merged, alone):
+        np.testing.assert_allclose(ours(folder, TEXTS, "query"), trained, atol=1e-4)
+        theirs = load_in_sentence_transformers(folder).encode_query(TEXTS)
+        assert_same(ours(folder, TEXTS, "query"), theirs)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(tiny.tiny_clip, {}), (tiny.tiny_siglip, {}), (tiny.tiny_qwen2, {"bidirectional_attention": True})],
+)
+def test_models_that_are_more_than_their_adapters_are_saved_whole(
+    make: Callable[..., Path], options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        folder = save(tuned(tiny.shared(make), **options), tmp_path / "final", merge=False)
+    assert "save_merged: the whole model is saved" in caplog.text
+    assert (folder / "model.safetensors").is_file()
+    assert (folder / "adapter" / "adapter_model.safetensors").is_file()
+    assert_same(ours(folder, TEXTS[:3], "query"), load_in_sentence_transformers(folder).encode(TEXTS[:3]))
+
+
+def test_an_adapter_alone_of_a_masked_auto_encoder_masks_nothing(tmp_path: Path) -> None:
+    folder = save(tuned(tiny.shared(tiny.tiny_vitmae)), tmp_path / "final", merge=False)
+    draw = np.random.default_rng(0)
+    paths = [str(tmp_path / f"{number}.png") for number in range(3)]
+    for path in paths:
+        Image.fromarray(draw.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(path)
+    items = [Item(images=(ImageRef(path=path),)) for path in paths]
+    assert_same(ours(folder, items, "document"), load_in_sentence_transformers(folder).encode(paths))
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_an_adapter_over_four_bits_counts_with_the_rounded_weights(merge: bool, tmp_path: Path) -> None:
+    model = tuned(tiny.shared(tiny.tiny_bert), use_qlora=True)
+    items = [Item(text=text) for text in TEXTS]
+    trained = encode_items(model, Featuriser(model.description), items, "query")
+    folder = save(model, tmp_path / "final", merge=merge)
+    np.testing.assert_allclose(ours(folder, TEXTS, "query"), trained, atol=1e-4)
+    assert ("4 bits" in (folder / "README.md").read_text()) != merge
+    if merge:
+        assert "quantization_config" not in (folder / "config.json").read_text()
+        assert_same(ours(folder, TEXTS, "query"), load_in_sentence_transformers(folder).encode(TEXTS))
+
+
+def test_a_composed_model_with_adapters_is_saved_whole(tmp_path: Path) -> None:
+    options = {"model_family": "composed", "image_model_name": str(tiny.shared(tiny.tiny_vit)), "composed_dim": 16}
+    model = tuned(tiny.shared(tiny.tiny_bert), **options)
+    items = [Item(text=text) for text in TEXTS]
+    trained = encode_items(model, Featuriser(model.description), items, "query")
+    folder = save(model, tmp_path / "final", merge=True)
+    np.testing.assert_allclose(ours(folder, TEXTS, "query"), trained, atol=1e-4)

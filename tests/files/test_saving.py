@@ -1,0 +1,224 @@
+"""The folder of a saved model: complete or not there, plain names, safetensors alone, a card without secrets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests import tiny
+from tests.files.saving import load_in_sentence_transformers, ours, save
+from vembed.config.schema import TrainConfig
+from vembed.models import files
+from vembed.models.card import Card, render_card
+from vembed.models.embedder import build_model
+from vembed.models.families import describe
+from vembed.models.files import clean_name, replaced_folder, save_model
+
+
+def test_the_layout_has_the_module_paths_that_versions_3_to_6_load(tmp_path: Path) -> None:
+    folder = save(tiny.shared(tiny.tiny_bert), tmp_path / "final", use_mrl=True, mrl_dims=[8], max_length=30)
+    modules = json.loads((folder / "modules.json").read_text())
+    assert [(module["path"], module["type"]) for module in modules] == [
+        ("", "sentence_transformers.models.Transformer"),
+        ("1_Pooling", "sentence_transformers.models.Pooling"),
+        ("2_Dense", "sentence_transformers.models.Dense"),
+        ("3_Normalize", "sentence_transformers.models.Normalize"),
+    ]
+    # Versions before 5.4 hand every key of these files to the module's constructor.
+    text = json.loads((folder / "sentence_bert_config.json").read_text())
+    assert text == {"max_seq_length": 30, "do_lower_case": False}
+    pooling = json.loads((folder / "1_Pooling" / "config.json").read_text())
+    assert pooling == {
+        "word_embedding_dimension": 32,
+        "pooling_mode_cls_token": False,
+        "pooling_mode_max_tokens": False,
+        "pooling_mode_mean_tokens": True,
+        "pooling_mode_weightedmean_tokens": False,
+        "pooling_mode_lasttoken": False,
+        "include_prompt": True,
+    }
+    dense = json.loads((folder / "2_Dense" / "config.json").read_text())
+    assert set(dense) == {"in_features", "out_features", "bias", "activation_function"}
+    assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
+
+
+def test_an_interrupted_save_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tiny.shared(tiny.tiny_bert), tmp_path / "final")
+    before = ours(folder, tiny.texts(2), "query")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "save_processors", fail)
+        with pytest.raises(OSError, match="No space left"):
+            save(tiny.shared(tiny.tiny_bert), folder, max_length=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["final"]
+    assert (ours(folder, tiny.texts(2), "query") == before).all()
+    save(tiny.shared(tiny.tiny_bert), folder, max_length=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["final"]
+    assert load_in_sentence_transformers(folder).max_seq_length == 3
+
+
+def test_a_leftover_of_a_killed_run_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / ".final.new").mkdir()
+    (tmp_path / ".final.new" / "half.safetensors").write_bytes(b"1")
+    with replaced_folder(tmp_path / "final") as new:
+        (new / "whole.txt").write_text("2")
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["final", "final/whole.txt"]
+
+
+def test_a_model_between_two_renames_comes_back(tmp_path: Path) -> None:
+    (tmp_path / ".final.old").mkdir()
+    (tmp_path / ".final.old" / "whole.txt").write_text("1")
+    with pytest.raises(OSError, match="full"), replaced_folder(tmp_path / "final"):
+        raise OSError("full")
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["final", "final/whole.txt"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "module.backbone.embeddings.weight",
+        "_orig_mod.backbone.embeddings.weight",
+        "_fsdp_wrapped_module.backbone._fsdp_wrapped_module.embeddings._checkpoint_wrapped_module.weight",
+    ],
+)
+def test_names_lose_what_wrappers_put_into_them(name: str) -> None:
+    assert clean_name(name) == "backbone.embeddings.weight"
+
+
+def test_weights_under_a_wrappers_names_are_saved_under_their_own(tmp_path: Path) -> None:
+    config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused", use_mrl=True, mrl_dims=[8])
+    model = build_model(config, describe(config))
+    wrapped = {
+        "module." + name.replace("encoder.layer.1.", "encoder.layer.1._checkpoint_wrapped_module."): tensor + 1
+        for name, tensor in model.state_dict().items()
+    }
+    folder = save_model(tmp_path / "final", model.description, model.backbone, model.head, wrapped)
+    stored = load_file(folder / "model.safetensors")
+    assert stored.keys() == load_file(tiny.shared(tiny.tiny_bert) / "model.safetensors").keys()
+    for name, parameter in model.backbone.named_parameters():
+        assert torch.equal(stored[name], parameter + 1), "what is saved is the state given, not what the module holds"
+
+
+def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
+    from transformers import T5Config, T5EncoderModel
+
+    tokenizer = tiny.wordpiece_tokenizer(model_input_names=["input_ids", "attention_mask"])
+    settings = T5Config(vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    T5EncoderModel(settings).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    config = TrainConfig(model_name=str(tmp_path / "source"), data_path="unused")
+    model = build_model(config, describe(config))
+    assert {"backbone.shared.weight", "backbone.encoder.embed_tokens.weight"} <= model.state_dict().keys()
+    gathered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    folder = save_model(tmp_path / "final", model.description, model.backbone, model.head, gathered)
+    stored, source = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "source"))
+    assert stored.keys() == source.keys()
+    assert (ours(folder, tiny.texts(2), "query") == ours(tmp_path / "source", tiny.texts(2), "query")).all()
+
+
+def test_the_card_says_what_was_done(tmp_path: Path) -> None:
+    card = Card(
+        data=("data: /home/somebody/pairs.jsonl: 1,024 examples", "https://example.org/a/b.jsonl: 3 examples"),
+        settings={
+            "learning_rate": 1e-4,
+            "data_path": ["/home/somebody/pairs.jsonl", "~/somebody/more/"],
+            "micro_batch_tokens": 512,
+            "output_dir": "/somewhere",
+        },
+        scores={"ndcg@10": 0.625, "dim16/ndcg@10": 0.5},
+        before={"ndcg@10": 0.5},
+        num_steps=1200,
+        versions={"torch": "2.13"},
+    )
+    folder = save(tiny.shared(tiny.tiny_qwen3_st), tmp_path / "final", card=card, use_mrl=True, mrl_dims=[16, 8])
+    _, front, text = (folder / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "library_name": "sentence-transformers",
+        "tags": ["sentence-transformers", "feature-extraction", "vembed"],
+        "pipeline_tag": "sentence-similarity",
+    }
+    for expected in (
+        "| Embedding size | 16 |",
+        "| Matryoshka sizes | 16, 8 (the first coordinates are an embedding by themselves) |",
+        "| Query prompt | `Instruct: find the text\\nQuery:` |",
+        "SentenceTransformer(",
+        "vembed.Embedder(",
+        "| ndcg@10 | 0.5000 | 0.6250 |",
+        "| dim16/ndcg@10 |  | 0.5000 |",
+        "- data: pairs.jsonl: 1,024 examples",
+        "- https://example.org/a/b.jsonl: 3 examples",
+        "| learning_rate | 0.0001 |",
+        "| data_path | pairs.jsonl, more |",
+        "| micro_batch_tokens | 512 |",
+        "| steps done | 1,200 |",
+        "torch 2.13",
+    ):
+        assert expected in text
+    assert str(tmp_path) not in text
+    assert "somebody" not in text
+    assert "somewhere" not in text
+
+
+def test_tokenizer_files_are_those_that_older_versions_know(tmp_path: Path) -> None:
+    folder = save(tiny.shared(tiny.tiny_qwen3_vl), tmp_path / "final")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert "<|image_pad|>" in settings["additional_special_tokens"]
+    assert not {"extra_special_tokens", "is_local", "local_files_only"} & set(settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "examples"),
+    [
+        (tiny.tiny_clip, ['encode_query(["a query"])', 'encode([{"image": "document.jpg"}], kind="document")']),
+        (tiny.tiny_vit, ['encode_document(["document.jpg"])', 'encode([{"image": "query.jpg"}], kind="query")']),
+    ],
+)
+def test_the_card_shows_inputs_that_the_model_takes(make: Callable[..., Path], examples: list[str]) -> None:
+    description = describe(TrainConfig(model_name=str(tiny.shared(make)), data_path="unused"))
+    text = render_card(description, Card())
+    for example in examples:
+        assert example in text
+
+
+def test_the_card_names_a_base_model_from_the_hub() -> None:
+    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused"))
+    text = render_card(description.with_(name="BAAI/bge-small-en-v1.5"), Card())
+    assert yaml.safe_load(text.split("---\n")[1])["base_model"] == "BAAI/bge-small-en-v1.5"
+    assert "(https://huggingface.co/BAAI/bge-small-en-v1.5)" in text
+
+
+def test_the_card_never_has_secrets() -> None:
+    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused"))
+    card = Card(
+        data=("https://user:hunter2@example.org/x.jsonl: 3 examples",),
+        settings={
+            "wandb_api_key": "0123456789abcdef",
+            "hf_token": "abc",
+            "model_name": "https://user:hunter2@example.org/model",
+            "run_name": "with hf_abcdefghijklmnop inside",
+            "column_mapping": {"password": "x-y-z", "question": "query"},
+        },
+    )
+    text = render_card(description, card)
+    for secret in ("0123456789abcdef", "hunter2", "hf_abcdefghijklmnop", "hf_token", "x-y-z"):
+        assert secret not in text
+    assert "question: query" in text
+
+
+def test_a_card_without_a_run_is_short() -> None:
+    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused"))
+    text = render_card(description, Card())
+    assert "## Usage" in text
+    assert "## Scores" not in text
+    assert "## Training" not in text
+    assert "| metric | score |" in render_card(description, Card(scores={"spearman": 0.5}))

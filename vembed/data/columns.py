@@ -1,0 +1,161 @@
+"""Columns: which name in a file is what part of a record, by a fixed table or the user's column_mapping."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from vembed.data.messages import listed, shown
+from vembed.errors import UserError
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "query": ("query", "anchor", "question", "sentence1"),
+    "query_image": ("query_image", "query_images"),
+    "positive": (
+        "positive", "positives", "pos", "positive_passages", "document", "passage", "answer", "response", "sentence2",
+    ),
+    "positive_image": ("positive_image", "positive_images", "document_image", "image"),
+    "negative": ("negative", "negatives", "neg", "hard_negatives", "negative_passages", "rejected_response"),
+    "negative_image": ("negative_image", "negative_images"),
+    "score": ("score", "scores", "similarity_score", "label"),
+}  # fmt: skip
+"""The names that each part of a record may have. Where a record has several of one part, the first is read, and of
+negatives all are; `negative_1`, `negative_2` ... are negatives too. `label` counts only beside sentence1 and sentence2:
+elsewhere it may be anything."""
+
+_NUMBERED_NEGATIVE = re.compile(r"(neg|negative)_(\d+)")
+_LAYOUTS_KEPT = 1024
+_ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which column of a record is what."""
+
+    query: str | None
+    query_image: str | None
+    positive: str | None
+    positive_image: str | None
+    negatives: tuple[str, ...]
+    negative_image: str | None
+    score: str | None
+    are_sentences: bool
+    problem: str | None
+
+    def columns(self) -> list[str]:
+        """All columns that are read."""
+        single = (self.query, self.query_image, self.positive, self.positive_image, self.negative_image, self.score)
+        return [name for name in (*single, *self.negatives) if name is not None]
+
+
+class Columns:
+    """Finds the parts of records by their names, and remembers which names were of no use."""
+
+    def __init__(self, mapping: Mapping[str, str] | None = None, *, may_miss: bool = False) -> None:
+        """`mapping`: column_mapping, names in the file -> names of the table above. `may_miss`: it is meant for several
+        sources, and this one need not have all of its names."""
+        self._mapping = _roles(mapping or {})
+        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._unused: dict[str, None] = {}
+        self._not_seen = set() if may_miss else set(self._mapping)
+
+    @property
+    def unused(self) -> list[str]:
+        """Columns that records had and that nobody reads."""
+        return sorted(self._unused)
+
+    @property
+    def mapped_but_missing(self) -> list[str]:
+        """Names of column_mapping that no record had."""
+        return sorted(self._not_seen)
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Refuse a table whose header lacks what is needed."""
+        names = tuple(columns)
+        layout = self.layout(names)
+        if layout.problem:
+            raise UserError(layout.problem)
+        if self._not_seen:
+            raise UserError(f"column_mapping names {listed(sorted(self._not_seen))}, but the file has {listed(names)}")
+
+    def needed(self, columns: Iterable[str]) -> list[str]:
+        """Those of a table's columns that are read, in the table's order."""
+        names = tuple(columns)
+        read = set(self.layout(names).columns())
+        return [name for name in names if name in read]
+
+    def layout(self, columns: tuple[str, ...]) -> Layout:
+        """What the columns of a record are; the answer for the same columns is the same object."""
+        return self._layouts.get(columns) or self._find(columns)
+
+    def note_unused(self, name: str) -> None:
+        """Remember a name that nobody reads."""
+        if len(self._unused) < _LAYOUTS_KEPT:
+            self._unused[shown(name)] = None
+
+    def _find(self, columns: tuple[str, ...]) -> Layout:
+        mapped = {name: self._mapping[name] for name in columns if name in self._mapping}
+        found: dict[str, list[str]] = {role: [] for role in COLUMNS}
+        for name, role in mapped.items():
+            found[role].append(name)
+        are_sentences = "sentence1" in columns and "sentence2" in columns and not found["query"]
+        present = set(columns)
+        for role, names in COLUMNS.items():
+            if not found[role]:  # a mapped column stands before those that have the name by chance
+                found[role] = [name for name in names if name in present and name not in mapped]
+        found["negative"] += sorted(
+            (name for name in columns if _NUMBERED_NEGATIVE.fullmatch(name) and name not in mapped), key=_number_of
+        )
+        if not are_sentences and "label" not in mapped:
+            found["score"] = [name for name in found["score"] if name != "label"]
+        layout = Layout(
+            **{role: found[role][0] if found[role] else None for role in COLUMNS if role != "negative"},
+            negatives=tuple(found["negative"]),
+            are_sentences=are_sentences and found["query"] == ["sentence1"],
+            problem=_problem(found, columns),
+        )
+        self._not_seen.difference_update(mapped)
+        read = set(layout.columns())
+        if not layout.problem:
+            for name in columns:
+                if name not in read:
+                    self.note_unused(name)
+        if len(self._layouts) < _LAYOUTS_KEPT:
+            self._layouts[columns] = layout
+        return layout
+
+
+def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
+    """A column mapping with every name that vembed reads turned into what it stands for."""
+    roles: dict[str, str] = {}
+    for name, target in mapping.items():
+        role = _ROLE_OF.get(target)
+        if role is None:
+            near = difflib.get_close_matches(target, _ROLE_OF, n=1)
+            raise UserError(
+                f"column_mapping: {{{name}: {target}}} leads to a name that vembed does not read"
+                + (f"; did you mean '{near[0]}'?" if near else f" (it reads {listed(COLUMNS)})")
+            )
+        other = next((earlier for earlier, known in roles.items() if known == role and role != "negative"), None)
+        if other is not None:
+            raise UserError(f"column_mapping: {other} and {name} both become {role}, which can be one column alone")
+        roles[name] = role
+    return roles
+
+
+def _problem(found: dict[str, list[str]], columns: tuple[str, ...]) -> str | None:
+    for role in ("query", "positive"):
+        if not found[role] and not found[f"{role}_image"]:
+            example = next((name for name in columns if not any(name in names for names in found.values())), "yours")
+            return (
+                f"no {role} (it has {listed(columns) or 'no fields'}): say which column it is with "
+                f"column_mapping: {{{shown(example)}: {role}}}"
+            )
+    return None
+
+
+def _number_of(name: str) -> int:
+    match = _NUMBERED_NEGATIVE.fullmatch(name)
+    return int(match[2]) if match else 0

@@ -1,0 +1,155 @@
+"""Reader of CSV and TSV."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vembed.data.columns import Columns
+from vembed.data.examples import BadRecord
+from vembed.data.messages import listed
+from vembed.data.readers import MAX_RECORD, Found, TextFile
+from vembed.errors import UserError
+
+
+class DelimitedFile(TextFile):
+    """CSV or TSV with a header. Fields may be quoted and then hold newlines; empty cells are None."""
+
+    numbers_in_text = True
+
+    def __init__(self, path: Path, delimiter: str, columns: Columns) -> None:
+        super().__init__(path)
+        # The limit belongs to the whole process. Raising it harms nobody.
+        csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
+        self._delimiter = delimiter
+        self._header: list[str] = []
+        start, size, number, problem = next(self._spans(self._begin, 1), (0, 0, 1, "there is none"))
+        header = BadRecord(problem) if problem else self._row(self._bytes(start, size))
+        if isinstance(header, BadRecord):
+            raise UserError(f"{self.where(number)}: the header cannot be read: {header}")
+        self._header = header
+        self._data = start + size, number + self._bytes(start, size).count(b"\n")
+        self._check_header(columns)
+
+    def scan(self) -> Iterator[Found]:
+        """All records in order."""
+        for start, size, number, problem in self._spans(*self._data):
+            if problem is not None:
+                yield start, 0, number, BadRecord(problem)
+                continue
+            raw = self._bytes(start, size)
+            if raw.strip(b" \r\n"):
+                yield start, size, number, self._record(raw)
+
+    def read(self, start: int, size: int) -> Any:
+        """One record again, by what `scan` said about it."""
+        return self._record(self._bytes(start, size))
+
+    def _check_header(self, columns: Columns) -> None:
+        twice = [name for name, count in Counter(self._header).items() if count > 1 and name]
+        if twice:
+            raise UserError(f"{self.name} has more than one column named {listed(twice)}")
+        try:
+            columns.check(self._header)
+        except UserError as error:
+            others = [name for name in ",;\t" if name != self._delimiter and name in "".join(self._header)]
+            hint = f"; are its fields separated by {others[0]!r}, not {self._delimiter!r}?" if others else ""
+            raise UserError(f"{self.name}: {error}{hint}") from error
+
+    def _spans(self, start: int, number: int) -> Iterator[tuple[int, int, int, str | None]]:
+        """Where each record begins, its size, its first line, and what is wrong with it.
+
+        A quote that is never closed would swallow the records after it: what cannot be parsed ends with its first line.
+        """
+        with self._from(start) as file:
+            feed = _Lines(file)
+            rows = csv.reader(feed, delimiter=self._delimiter, strict=True)
+            while True:
+                feed.begin_record()
+                problem = None
+                try:
+                    row = next(rows, None)
+                    if row is None:
+                        return
+                    if self._header and len(row) != len(self._header) and feed.num_lines > 1:
+                        problem = f"quoted over {feed.num_lines:,d} lines, which make {len(row):,d} cells"
+                except csv.Error as error:
+                    problem = f"not CSV ({_reason(error)})"
+                except BadRecord as error:
+                    problem = str(error)
+                size, num_lines = feed.size, feed.num_lines
+                if problem is not None and num_lines > 1:
+                    size, num_lines = feed.first_size, 1
+                    file.seek(start + size)
+                if self._is_tsv and size <= MAX_RECORD:
+                    problem = None  # its quotes may be letters: `_row` decides
+                yield start, size, number, problem
+                start += size
+                number += num_lines
+
+    @property
+    def _is_tsv(self) -> bool:
+        return self._delimiter == "\t"
+
+    def _record(self, raw: bytes) -> dict[str, str | None] | BadRecord:
+        row = self._row(raw)
+        if isinstance(row, BadRecord):
+            return row
+        if len(row) != len(self._header):
+            return BadRecord(f"the number of cells is {len(row):,d}, and the header has {len(self._header):,d}")
+        return {name: cell or None for name, cell in zip(self._header, row, strict=True)}
+
+    def _row(self, raw: bytes) -> list[str] | BadRecord:
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            return BadRecord(f"not UTF-8 (byte {error.start + 1:,d} of the record)")
+        try:
+            row = next(csv.reader([text], delimiter=self._delimiter, strict=True), [])
+            if not self._is_tsv or len(row) == len(self._header):
+                return row
+        except csv.Error as error:
+            if not self._is_tsv:
+                return BadRecord(f"not CSV ({_reason(error)})")
+        # Many TSV files know no quoting, and a quote in them is a letter.
+        return text.rstrip("\r\n").split("\t")
+
+
+class _Lines:
+    """The lines of a file for csv.reader, with the size of what one record has taken so far."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.begin_record()
+
+    def begin_record(self) -> None:
+        """Count from here."""
+        self.size = self.first_size = self.num_lines = 0
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = piece = self._file.readline(MAX_RECORD + 1)
+        if not line:
+            raise StopIteration
+        size = len(line)
+        while len(piece) > MAX_RECORD and not piece.endswith(b"\n"):
+            piece = self._file.readline(MAX_RECORD + 1)
+            size += len(piece)
+        self.size += size
+        self.first_size = self.first_size or size
+        self.num_lines += 1
+        if size > MAX_RECORD:
+            raise BadRecord(f"a line of more than {MAX_RECORD:,d} bytes")
+        if self.size > MAX_RECORD:
+            raise BadRecord(f"a quote that is not closed within {MAX_RECORD:,d} bytes")
+        return line.decode(errors="surrogateescape")
+
+
+def _reason(error: csv.Error) -> str:
+    """What is wrong, without the advice to programmers that csv adds."""
+    return str(error).partition(" - ")[0]

@@ -1,0 +1,223 @@
+"""Index: the first pass over a source, which checks every record and remembers where the good ones are."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import time
+from array import array
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from vembed.data.batches import ContentKeys
+from vembed.data.examples import BadRecord, Example, ImageRef, Item
+from vembed.data.images import check_image
+from vembed.data.readers import Found, Reader
+from vembed.data.records import RecordFormat
+
+log = logging.getLogger("vembed")
+
+NUM_SHOWN = 10
+"""Bad records that a message names; the others are counted."""
+BLOCK = 256
+IMAGE_THREADS = 8
+"""Images are checked side by side, because a network drive answers one question as slowly as eight."""
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass
+class Counts:
+    """What the good records of a source hold, in numbers."""
+
+    positives: int = 0
+    negatives: int = 0
+    scored: int = 0
+    """Records with scores."""
+    with_negatives: int = 0
+    text_queries: int = 0
+    """Queries that have a text; one with an image too counts twice."""
+    image_queries: int = 0
+    text_documents: int = 0
+    image_documents: int = 0
+
+    def add(self, example: Example) -> None:
+        """Count one more record."""
+        query, positives, negatives = example.query, example.positives, example.negatives
+        self.positives += len(positives)
+        if negatives:
+            self.negatives += len(negatives)
+            self.with_negatives += 1
+        if example.scores is not None:
+            self.scored += 1
+        if query.text is not None:
+            self.text_queries += 1
+        if query.images:
+            self.image_queries += 1
+        for item in positives + negatives:
+            if item.text is not None:
+                self.text_documents += 1
+            if item.images:
+                self.image_documents += 1
+
+
+@dataclass
+class Index:
+    """Where the good records of a source are, and what the pass over all of them found."""
+
+    starts: np.ndarray
+    sizes: np.ndarray
+    lines: np.ndarray
+    keys: ContentKeys | None
+    counts: Counts
+    fingerprint: str
+    """Of the contents of the source's files, wherever they are."""
+    num_bad: int = 0
+    problems: list[str] = field(default_factory=list)
+    """The first bad records, with file and line."""
+    unused: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """Names of column_mapping that no record has."""
+    images: dict[str, str | None] = field(default_factory=dict)
+    """Image files that records name, and what is wrong with each."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index:
+    """Go through all records of a source. `with_keys`: remember their contents, to tell duplicates apart."""
+    starts, sizes, lines = array("q"), array("q"), array("q")
+    values, ends = array("q"), array("q", [0])
+    counts = Counts()
+    num_bad = 0
+    problems: list[str] = []
+    with closing(_Images()) as images:
+        for line, start, size, outcome in _logged(_outcomes(reader, form, images), reader.name):
+            if isinstance(outcome, BadRecord):
+                num_bad += 1
+                if len(problems) < NUM_SHOWN:
+                    problems.append(f"{reader.where(line)}: {outcome}")
+                continue
+            starts.append(start)
+            sizes.append(size)
+            lines.append(line)
+            counts.add(outcome)
+            if with_keys:
+                values.extend(content_keys(outcome))
+                ends.append(len(values))
+    return Index(
+        starts=np.array(starts),
+        sizes=np.array(sizes, dtype=np.uint32),
+        lines=np.array(lines, dtype=np.uint32),
+        keys=ContentKeys(np.array(values), np.array(ends)) if with_keys else None,
+        counts=counts,
+        fingerprint=_hash_of(reader.files()),
+        num_bad=num_bad,
+        problems=problems,
+        unused=form.columns.unused,
+        missing=form.columns.mapped_but_missing,
+        images=images.known,
+    )
+
+
+def content_keys(example: Example) -> list[int]:
+    """The contents of an example's items as numbers, each once."""
+    return list(dict.fromkeys(item.key() for item in _items(example)))
+
+
+def _outcomes(
+    reader: Reader, form: RecordFormat, images: _Images
+) -> Iterator[tuple[int, int, int, Example | BadRecord]]:
+    """Each record's line, place, size, and the example that it means or why it means none."""
+    scan = reader.scan()
+    while block := list(itertools.islice(scan, BLOCK)):
+        outcomes = [_outcome(form, found) for found in block]
+        images.check(outcomes)
+        for (start, size, line, _), outcome in zip(block, outcomes, strict=True):
+            yield line, start, size, outcome
+
+
+def _outcome(form: RecordFormat, found: Found) -> Example | BadRecord:
+    record = found[3]
+    if isinstance(record, BadRecord):
+        return record
+    try:
+        return form.example(record, "")
+    except BadRecord as error:
+        return error
+
+
+class _Images:
+    """Checks the images that examples name, each file once."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, str | None] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def check(self, outcomes: list[Example | BadRecord]) -> None:
+        """Put a `BadRecord` in place of each example with an image that cannot be used."""
+        images = [(number, image) for number, outcome in enumerate(outcomes) for image in _images(outcome)]
+        if not images:
+            return
+        self._pool = self._pool or ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="vembed-check")
+        named = {image.path: image for _, image in images if image.path is not None and image.path not in self.known}
+        self.known.update(zip(named, self._pool.map(_problem, named.values()), strict=True))
+        held = self._pool.map(_problem, [image for _, image in images if image.path is None])
+        for number, image in images:
+            problem = next(held) if image.path is None else self.known[image.path]
+            if problem is not None:
+                outcomes[number] = BadRecord(problem)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _problem(image: ImageRef) -> str | None:
+    try:
+        check_image(image)
+    except BadRecord as error:
+        return str(error)
+    return None
+
+
+def _images(outcome: Example | BadRecord) -> list[ImageRef]:
+    if isinstance(outcome, BadRecord):
+        return []
+    found = list(outcome.query.images)
+    for item in outcome.positives + outcome.negatives:
+        if item.images:
+            found += item.images
+    return found
+
+
+def _items(example: Example) -> tuple[Item, ...]:
+    return (example.query, *example.positives, *example.negatives)
+
+
+def _hash_of(files: Iterable[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        with path.open("rb") as file:
+            while piece := file.read(2**20):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def _logged(
+    outcomes: Iterator[tuple[int, int, int, Example | BadRecord]], name: str
+) -> Iterator[tuple[int, int, int, Example | BadRecord]]:
+    """Say how far a long pass has come."""
+    due = time.monotonic() + SECONDS_BETWEEN_LINES
+    for number, outcome in enumerate(outcomes):
+        yield outcome
+        if number % 4096 == 0 and time.monotonic() > due:
+            log.info("%s: %s records checked so far", name, f"{number:,d}")
+            due = time.monotonic() + SECONDS_BETWEEN_LINES

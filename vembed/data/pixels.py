@@ -1,0 +1,106 @@
+"""Pixels: images as the model's own image processor makes them, decoded when needed and kept for a while."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from vembed.data.examples import ImageRef
+from vembed.data.images import load_image
+from vembed.errors import UserError
+from vembed.models.backbones import read_config
+from vembed.models.description import ModelDescription
+from vembed.models.processors import load_image_processor
+
+Processed = dict[str, torch.Tensor]
+CONVOLUTION_STRIDE = 32
+"""Pixels along each side of a position of a convolutional network whose config does not say."""
+
+
+def blank_image(width: int = 32, height: int = 32) -> ImageRef:
+    """A small grey image, for ranks that have nothing left to encode."""
+    encoded = io.BytesIO()
+    Image.new("RGB", (width, height), (128, 128, 128)).save(encoded, "PNG")
+    return ImageRef(data=encoded.getvalue())
+
+
+class Pixels:
+    """What the model gets of an image. Gradient Cache runs every micro-batch twice: the second time, what fitted into
+    `cache_bytes` is not decoded again."""
+
+    def __init__(self, description: ModelDescription, *, cache_bytes: int) -> None:
+        self._processor = load_image_processor(description)
+        config = read_config(
+            Path(description.image_source or description.source), trust_remote_code=description.trust_remote_code
+        ).to_dict()
+        self._patch_size = _patch_size(config.get("vision_config", config))
+        self._kept: OrderedDict[ImageRef, Processed] = OrderedDict()
+        self._bytes_left = cache_bytes
+        self._lock = threading.Lock()
+
+    @property
+    def merge_size(self) -> int:
+        """Patches along each side that a vision-language model joins into one token."""
+        return int(self._processor.merge_size)
+
+    def stack(self, images: Sequence[ImageRef]) -> Processed:
+        """The images' tensors, one behind the other along the first dimension."""
+        made = [self._get(image) for image in images]
+        return {name: torch.cat([one[name] for one in made]) for name in made[0]}
+
+    @cached_property
+    def num_patches(self) -> int:
+        """Positions that an image tower computes for one image, whatever its size."""
+        wide, high = (self._make(blank_image(*size)) for size in ((64, 48), (48, 64)))
+        shape = wide["pixel_values"].shape
+        if shape != high["pixel_values"].shape:
+            raise UserError(
+                "the model's image processor gives images of different sizes, and vembed needs one size: set crop_size "
+                "and do_center_crop in preprocessor_config.json"
+            )
+        if "spatial_shapes" in wide:  # patches already, padded to a fixed number of them
+            return int(shape[1])
+        return 1 + (shape[-2] // self._patch_size) * (shape[-1] // self._patch_size)
+
+    def num_vision_tokens(self, image: ImageRef, width: int, height: int) -> int:
+        """Tokens that a vision-language model makes of an image of this size."""
+        try:
+            patches = self._processor.get_number_of_image_patches(height, width)
+        except ValueError as error:
+            named = image.path or f"of {len(image.data or b''):,d} bytes"
+            raise UserError(f"image {named}, {width} x {height} pixels, cannot be used: {error}") from error
+        return int(patches) // self.merge_size**2
+
+    def _get(self, image: ImageRef) -> Processed:
+        with self._lock:
+            if image in self._kept:
+                self._kept.move_to_end(image)
+                return self._kept[image]
+        made = self._make(image)
+        size = sum(tensor.nbytes for tensor in made.values())
+        with self._lock:
+            if image not in self._kept:
+                self._kept[image] = made
+                self._bytes_left -= size
+            while self._bytes_left < 0:
+                _, oldest = self._kept.popitem(last=False)
+                self._bytes_left += sum(tensor.nbytes for tensor in oldest.values())
+        return made
+
+    def _make(self, image: ImageRef) -> Processed:
+        return dict(self._processor(images=[load_image(image)], return_tensors="pt"))
+
+
+def _patch_size(config: dict[str, Any]) -> int:
+    """Pixels along each side of what counts as a patch. Of a network that halves its resolution from stage to stage
+    (ConvNeXt), the last stage counts."""
+    patch_size, stages = config.get("patch_size"), config.get("depths") or [0]
+    return CONVOLUTION_STRIDE if patch_size is None else int(patch_size) * 2 ** (len(stages) - 1)

@@ -1,0 +1,198 @@
+"""How texts, and chats of texts and images, become token ids, and how a micro-batch of them is padded.
+
+Everything is as `SentenceTransformer(folder)` does it on the saved model, id by id. Nothing but caches changes after
+construction, so threads may share one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from vembed.data.examples import ImageRef
+from vembed.data.images import image_size
+from vembed.data.pixels import Pixels
+from vembed.data.prompts import ChatText
+from vembed.errors import UserError
+from vembed.models.backbones import read_config
+from vembed.models.description import ModelDescription
+from vembed.models.processors import load_chat_template, load_tokenizer
+
+Encode = Callable[[Sequence[str]], list[list[int]]]
+"""Texts to token ids."""
+
+
+class TextProcessing:
+    """Plain texts: the tokenizer's ids with its special tokens, cut at max_length."""
+
+    def __init__(self, description: ModelDescription) -> None:
+        tokenizer = load_tokenizer(description)
+        self._encode = _batch_encoder(tokenizer, max_length=description.max_length)
+        self.padding = Padding(tokenizer, description)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """int32 token ids of each text."""
+        rows = [np.asarray(ids, dtype=np.int32) for ids in self._encode(texts)]
+        if not all(map(len, rows)):
+            empty = next(text for text, row in zip(texts, rows, strict=True) if not len(row))
+            raise UserError(f"the text {empty!r:.60} becomes no token at all with this model's tokenizer; take it out")
+        return rows
+
+
+class ChatProcessing:
+    """Texts, images, or both, as one conversation of a vision-language model: token ids in which every image has as
+    many placeholders as the model makes tokens of it."""
+
+    def __init__(self, description: ModelDescription, pixels: Pixels) -> None:
+        tokenizer = load_tokenizer(description)
+        self._description = description
+        self._pixels = pixels
+        self._chat = ChatText(load_chat_template(description, tokenizer), tokenizer)
+        self._bos = tokenizer.bos_token
+        self._cut_left = tokenizer.truncation_side == "left"
+        self._before, self._after = _special_tokens_around(tokenizer)
+        self._encode = _batch_encoder(tokenizer, max_length=None)
+        self._tails: dict[str, list[int]] = {}
+        config = read_config(Path(description.source), trust_remote_code=description.trust_remote_code)
+        self.image_token_id = int(config.to_dict()["image_token_id"])
+        self.padding = Padding(tokenizer, description)
+
+    def encode_texts(self, prompts: Sequence[str], texts: Sequence[str]) -> list[np.ndarray]:
+        """int32 token ids of conversations without images.
+
+        Where a text is cut, the template's last tokens stay: the model pools over them.
+        """
+        rendered = [self._chat.render(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        rows = []
+        for prompt, text, ids in zip(prompts, rendered, self._encode(rendered), strict=True):
+            self._refuse_placeholders(ids, 0)
+            row = self._cut(text, ids)
+            if len(row) >= self._description.max_length:
+                tail = self._tail(prompt)
+                keep = min(len(tail), len(row))
+                row[len(row) - keep :] = tail[len(tail) - keep :]
+            rows.append(np.asarray(row, dtype=np.int32))
+        return rows
+
+    def encode_with_images(
+        self, prompts: Sequence[str], texts: Sequence[str | None], images: Sequence[tuple[ImageRef, ...]]
+    ) -> list[np.ndarray]:
+        """int32 token ids of conversations with images; of the images only the headers are read."""
+        rendered = [
+            self._chat.render(prompt, text, len(shown))
+            for prompt, text, shown in zip(prompts, texts, images, strict=True)
+        ]
+        rows = []
+        for text, ids, shown in zip(rendered, self._encode(rendered), images, strict=True):
+            self._refuse_placeholders(ids, len(shown))
+            counts = [self._num_tokens(image) for image in shown]
+            compact = np.asarray(ids, dtype=np.int32)
+            repeats = np.ones(len(compact), dtype=np.int64)
+            repeats[compact == self.image_token_id] = counts
+            row = np.asarray(self._cut(text, np.repeat(compact, repeats).tolist()), dtype=np.int32)
+            if int((row == self.image_token_id).sum()) != sum(counts):
+                raise UserError(
+                    f"an item with {len(shown)} image(s) of {sum(counts):,d} tokens does not fit into max_length "
+                    f"{self._description.max_length:,d}: raise max_length or lower max_pixels"
+                )
+            rows.append(row)
+        return rows
+
+    def collate(self, rows: Sequence[np.ndarray], images: Sequence[ImageRef]) -> dict[str, torch.Tensor]:
+        """The padded conversations and the pixels of all their images, in order."""
+        batch = self.padding.pad(rows)
+        is_image = batch["input_ids"] == self.image_token_id
+        pixels = self._pixels.stack(images)
+        num_tokens = int(pixels["image_grid_thw"].prod(dim=1).sum()) // self._pixels.merge_size**2
+        if num_tokens != int(is_image.sum()):
+            named = ", ".join(image.path or f"{len(image.data or b''):,d} bytes" for image in images[:4])
+            raise UserError(f"an image changed its size since its header was read, one of: {named}")
+        return {**batch, "mm_token_type_ids": is_image.long(), **pixels}
+
+    def _num_tokens(self, image: ImageRef) -> int:
+        return self._pixels.num_vision_tokens(image, *image_size(image))
+
+    def _refuse_placeholders(self, ids: list[int], num_images: int) -> None:
+        if ids.count(self.image_token_id) != num_images:
+            raise UserError(
+                f"a text contains the model's own placeholder of an image (token {self.image_token_id}); take it out"
+            )
+
+    def _cut(self, rendered: str, ids: list[int]) -> list[int]:
+        """Cut as the tokenizer does: room is left for the special tokens that it puts around a text."""
+        before, after = self._before, self._after
+        if self._bos is not None and rendered.startswith(self._bos):
+            before, after = [], []
+        room = self._description.max_length - len(before) - len(after)
+        if len(ids) > room:
+            ids = ids[len(ids) - room :] if self._cut_left else ids[:room]
+        return [*before, *ids, *after]
+
+    def _tail(self, prompt: str) -> list[int]:
+        """The tokens that the template ends with whatever the text is."""
+        if prompt not in self._tails:
+            fillers = [self._chat.render(prompt, filler) for filler in ("0", "1 2 3 4")]
+            first, second = ([*self._before, *ids, *self._after] for ids in self._encode(fillers))
+            count = 0
+            while count < min(len(first), len(second)) and first[-1 - count] == second[-1 - count]:
+                count += 1
+            self._tails[prompt] = first[len(first) - count :] if count < min(len(first), len(second)) else []
+        return self._tails[prompt]
+
+
+class Padding:
+    """Rows of token ids to one tensor: to the longest of them, or to a fixed length where the model wants that."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, description: ModelDescription) -> None:
+        self._pad_id = int(tokenizer.pad_token_id)
+        self._left = description.padding_side == "left"
+        self._masked = "attention_mask" in tokenizer.model_input_names
+        # SigLIP reads its embedding off the last position, padding included, so all texts have one length.
+        self.fixed_length = description.max_length if description.family == "siglip" else None
+
+    def pad(self, rows: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+        """input_ids [n, length], and attention_mask where something is padded."""
+        lengths = [len(row) for row in rows]
+        longest = self.fixed_length or max(lengths)
+        ids = np.full((len(rows), longest), self._pad_id, dtype=np.int64)
+        padded = min(lengths) < longest
+        mask = np.zeros(ids.shape, dtype=np.int64) if padded and self._masked else None
+        for at, row in enumerate(rows):
+            place = slice(longest - len(row), longest) if self._left else slice(0, len(row))
+            ids[at, place] = row
+            if mask is not None:
+                mask[at, place] = 1
+        batch = {"input_ids": torch.from_numpy(ids)}
+        return batch if mask is None else {**batch, "attention_mask": torch.from_numpy(mask)}
+
+
+def _batch_encoder(tokenizer: PreTrainedTokenizerBase, *, max_length: int | None) -> Encode:
+    """Texts to ids: with special tokens and cut at `max_length`, or without both.
+
+    A tokenizer with a Rust core is called directly with its truncation set once: `tokenizer(...)` sets it anew in each
+    call, which is neither thread-safe nor fast. Tokenizers in Python keep no such state.
+    """
+    special = max_length is not None
+    if not tokenizer.is_fast:
+        options: dict[str, Any] = {"truncation": special, "max_length": max_length, "add_special_tokens": special}
+        return lambda texts: tokenizer(list(texts), padding=False, **options)["input_ids"]
+    core: Any = tokenizer.backend_tokenizer
+    core.no_padding()
+    core.no_truncation()
+    if max_length is not None:
+        core.enable_truncation(max_length, stride=0, strategy="longest_first", direction=tokenizer.truncation_side)
+    core.encode_special_tokens = tokenizer.split_special_tokens
+    return lambda texts: [one.ids for one in core.encode_batch_fast(list(texts), add_special_tokens=special)]
+
+
+def _special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after every text."""
+    inner = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
+    start = next(at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)
+    return whole[:start], whole[start + len(inner) :]

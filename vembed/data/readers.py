@@ -1,0 +1,182 @@
+"""Readers: where the records of a file are, and what stands there. JSON here; tables have modules of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, Protocol
+
+from vembed.data.examples import BadRecord
+from vembed.errors import UserError
+
+MAX_RECORD = 32 * 2**20
+"""A longer line (in bytes) is a bad record: it is a broken file far more often than a text."""
+MAX_ARRAY = 2**30
+"""A JSON array has to be read whole; a larger file is refused."""
+
+Found = tuple[int, int, int, Any]
+"""Where a record begins, its size, its line, and the record itself or the `BadRecord` that stands there."""
+
+_BOM = b"\xef\xbb\xbf"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class Reader(Protocol):
+    """One file or table. `scan` finds its records once; `read` gets one of them again, from any thread."""
+
+    name: str
+    folder: Path
+    """Where relative image paths start from, unless the config says otherwise."""
+    numbers_in_text: bool
+    """Whether numbers come as text."""
+
+    def scan(self) -> Iterator[Found]:
+        """All records in order."""
+        ...
+
+    def read(self, start: int, size: int) -> Any:
+        """One record again, by what `scan` said about it."""
+        ...
+
+    def where(self, line: int) -> str:
+        """How messages name a record."""
+        ...
+
+    def files(self) -> Sequence[Path]:
+        """The files that the records come from."""
+        ...
+
+
+class TextFile:
+    """A file whose records are looked up by where they begin.
+
+    `os.pread` serves several threads at once, and a file that is cut short meanwhile gives an error, where a memory map
+    would end the process.
+    """
+
+    numbers_in_text = False
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self.folder = path.parent
+        self.path = path
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        head = self._bytes(0, 4)
+        if head.startswith(_UTF16):
+            raise UserError(f"{path} is UTF-16 text: save it as UTF-8")
+        self._begin = len(_BOM) if head.startswith(_BOM) else 0
+
+    def where(self, line: int) -> str:
+        """How messages name a record."""
+        return f"{self.name}:{line}"
+
+    def files(self) -> Sequence[Path]:
+        """The files that the records come from."""
+        return (self.path,)
+
+    def _bytes(self, start: int, size: int) -> bytes:
+        return os.pread(self._file, size, start)
+
+    def _from(self, start: int) -> BinaryIO:
+        """The file opened once more, for reading it in order."""
+        file = os.fdopen(os.dup(self._file), "rb")
+        file.seek(start)
+        return file
+
+
+class JsonLines(TextFile):
+    """One JSON object on each line. Blank lines are no records."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
+
+    def scan(self) -> Iterator[Found]:
+        """All records in order."""
+        start, number, inside_long = self._begin, 1, False
+        with self._from(start) as file:
+            while line := file.readline(MAX_RECORD + 1):
+                size = len(line)
+                if inside_long or size > MAX_RECORD:
+                    if not inside_long:
+                        yield start, 0, number, BadRecord(f"a line of more than {MAX_RECORD:,d} bytes")
+                    inside_long = not line.endswith(b"\n")
+                elif not line.isspace():
+                    yield start, size, number, self._record(line)
+                start += size
+                number += line.endswith(b"\n")
+
+    def read(self, start: int, size: int) -> Any:
+        """One record again, by what `scan` said about it."""
+        return self._record(self._bytes(start, size))
+
+    def _record(self, line: bytes) -> Any:
+        try:
+            text = line.decode().strip(" \t\r\n\ufeff")
+            record, end = self._decode(text)
+        except UnicodeDecodeError as error:
+            return BadRecord(f"not UTF-8 (byte {error.start + 1:,d} of the line)")
+        except json.JSONDecodeError as error:
+            return BadRecord(f"not JSON ({error.msg} at column {error.pos + 1:,d})")
+        except RecursionError:
+            return BadRecord("JSON that is nested too deeply")
+        except ValueError as error:
+            return BadRecord(f"not JSON ({error})")
+        if end != len(text):
+            return BadRecord(f"not JSON (more text after its end at column {end + 1:,d})")
+        return record
+
+
+class JsonArray(JsonLines):
+    """One JSON array of objects. A scan parses it whole; later its records are looked up as lines are."""
+
+    def scan(self) -> Iterator[Found]:
+        """All records in order. After a mistake in the syntax nobody knows where the next record begins."""
+        size = self.path.stat().st_size
+        if size > MAX_ARRAY:
+            raise UserError(f"{self.name} is one JSON array of {size:,d} bytes and would be read whole: use JSON Lines")
+        try:
+            text = self._bytes(self._begin, size).decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.name} is not UTF-8 (byte {error.start + 1:,d})") from error
+        start, line, counted = self._begin, 1, 0
+        at = _past_space(text, 0) + 1  # who opened this file has seen the bracket
+        closed = text[_past_space(text, at) :][:1] == "]"
+        while not closed:
+            at = _past_space(text, at)
+            start, line, counted = start + len(text[counted:at].encode()), line + text.count("\n", counted, at), at
+            try:
+                record, end = self._decode(text, at)
+            except (RecursionError, ValueError) as error:
+                self._refuse(text, error.pos if isinstance(error, json.JSONDecodeError) else at, error)
+            yield start, len(text[at:end].encode()), line, record
+            at = _past_space(text, end)
+            if text[at : at + 1] not in {",", "]"}:
+                self._refuse(text, at, "expected ',' or ']'")
+            closed = text[at] == "]"
+            at += 1
+        at = _past_space(text, at) + (not counted)
+        if text[at:].strip():
+            self._refuse(text, at, "more text after the array")
+
+    def _refuse(self, text: str, at: int, why: object) -> NoReturn:
+        reason = why.msg if isinstance(why, json.JSONDecodeError) else why
+        raise UserError(
+            f"{self.where(text.count(chr(10), 0, at) + 1)}: not JSON ({reason}); "
+            "in an array nothing can be read past a mistake, in JSON Lines it can"
+        )
+
+
+def _past_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return match.end() if match else at
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number in JSON")

@@ -1,0 +1,228 @@
+"""RecordFormat: one record of any file to an Example, or the reason why not. It knows no files and opens no image."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Literal
+
+from vembed.data.columns import Columns, Layout
+from vembed.data.examples import BadRecord, Example, ImageRef, Item
+from vembed.data.images import ImageRoot
+from vembed.data.messages import listed
+
+Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
+
+_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
+_ITEM_KEYS = frozenset({"text", "image", "images", "bytes", "path"})
+
+
+class RecordFormat:
+    """How the records of one source are read."""
+
+    def __init__(
+        self,
+        columns: Columns,
+        images: ImageRoot,
+        *,
+        mode: Mode = "auto",
+        loss: str | None = None,
+        max_negatives: int | None = None,
+        numbers_in_text: bool = False,
+    ) -> None:
+        """`loss`: refuse records that this loss cannot use. `numbers_in_text`: cells of a table, which are all text."""
+        self._images = images
+        self._query_is_path = mode in ("i2t", "i2i")
+        self._document_is_path = mode in ("t2i", "i2i", "m2i")
+        self.columns = columns
+        self._loss = loss
+        self._max_negatives = max_negatives
+        self._numbers_in_text = numbers_in_text
+
+    def example(self, record: Any, where: str) -> Example:
+        """The example that a record means; `BadRecord` says why it means none."""
+        if type(record) is not dict:
+            raise BadRecord(f"{_described(record)}, and a record is an object with named fields")
+        layout = self.columns.layout(tuple(record))
+        if layout.problem:
+            raise BadRecord(layout.problem)
+        query = self._query(record, layout)
+        positives = self._items(record, layout.positive, layout.positive_image, self._document_is_path)
+        if not positives:
+            name = layout.positive or layout.positive_image or ""
+            raise BadRecord(f"{name} is {'null' if record[name] is None else 'an empty list'}")
+        negatives: tuple[Item, ...] = ()
+        if layout.negatives or layout.negative_image:
+            negatives = self._negatives(record, layout)
+        scores = None
+        if layout.score is not None and record[layout.score] is not None:
+            scores = self._scores(record[layout.score], layout.score, len(positives))
+        if self._loss is not None:
+            self._check_loss(self._loss, layout, negatives, scores)
+        return Example(query, positives, negatives, scores, where)
+
+    def _query(self, record: dict[str, Any], layout: Layout) -> Item:
+        value = record[layout.query] if layout.query is not None else None
+        if type(value) is str and layout.query_image is None and not self._query_is_path:
+            return Item(_text(value, str(layout.query)))
+        if isinstance(value, list):
+            raise BadRecord(f"{layout.query} is a list, and one item is expected")
+        images = self._image_list(record[layout.query_image], layout.query_image) if layout.query_image else ()
+        if value is None and not images:
+            raise BadRecord(f"{layout.query or layout.query_image} is null")
+        return self._item(value, images, self._query_is_path, str(layout.query))
+
+    def _negatives(self, record: dict[str, Any], layout: Layout) -> tuple[Item, ...]:
+        first = layout.negatives[0] if layout.negatives else None
+        found = self._items(record, first, layout.negative_image, self._document_is_path)
+        for name in layout.negatives[1:]:
+            found += self._items(record, name, None, self._document_is_path)
+        return found if self._max_negatives is None else found[: self._max_negatives]
+
+    def _items(
+        self, record: dict[str, Any], name: str | None, image_name: str | None, is_path: bool
+    ) -> tuple[Item, ...]:
+        """The items of a column, each with its image where a second column has images."""
+        value = record[name] if name is not None else None
+        if type(value) is str and image_name is None and not is_path:
+            return (Item(_text(value, str(name))),)
+        values = _as_list(value)
+        if image_name is None or record[image_name] is None:
+            if len(values) == 1:
+                return (self._item(values[0], (), is_path, str(name)),)
+            return tuple(self._item(one, (), is_path, f"{name} {number}") for number, one in enumerate(values, 1))
+        images = [self._image_list(one, image_name) for one in _as_list(record[image_name])]
+        if value is None:
+            values = [None] * len(images)
+        elif len(values) != len(images):
+            raise BadRecord(
+                f"{name} and {image_name} belong together, but they are {len(values):,d} and {len(images):,d}"
+            )
+        return tuple(self._item(one, own, is_path, str(name)) for one, own in zip(values, images, strict=True))
+
+    def _item(self, value: Any, images: tuple[ImageRef, ...], is_path: bool, name: str) -> Item:
+        """One item of any form; `images` come from a column of their own."""
+        if isinstance(value, str):
+            if is_path:
+                return Item(images=(self._image(value, name), *images))
+            return Item(_text(value, name), images)
+        if isinstance(value, bytes):
+            return Item(images=(ImageRef(data=value), *images))
+        if isinstance(value, dict):
+            return self._object(value, images, name)
+        if value is None and images:
+            return Item(images=images)
+        if value is None:
+            raise BadRecord(f"{name} is null")
+        if isinstance(value, list):
+            raise BadRecord(f"{name} is a list inside of a list")
+        raise BadRecord(f"{name} is {_described(value)}, not a text, an image or both")
+
+    def _object(self, value: dict[str, Any], images: tuple[ImageRef, ...], name: str) -> Item:
+        for key in value.keys() - _ITEM_KEYS:
+            self.columns.note_unused(f"{key} (inside of an item)")
+        if value.get("bytes") is not None or value.get("path") is not None:
+            images = (*images, self._image(value, name))
+        for key in ("image", "images"):
+            if value.get(key) is not None:
+                images = (*images, *self._image_list(value[key], name))
+        text = value.get("text")
+        if text is None and not images:
+            raise BadRecord(f"{name} is an object without text or image (it has {listed(value) or 'no fields'})")
+        if text is None or (images and isinstance(text, str) and not text.strip()):
+            return Item(images=images)
+        if not isinstance(text, str):
+            raise BadRecord(f"{name} is {_described(text)}, not a text")
+        return Item(_text(text, name), images)
+
+    def _image_list(self, value: Any, name: str) -> tuple[ImageRef, ...]:
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            return (self._image(value, name),)
+        if not value:
+            raise BadRecord(f"{name} has an empty list of images")
+        return tuple(self._image(one, name) for one in value)
+
+    def _image(self, value: Any, name: str) -> ImageRef:
+        if isinstance(value, dict):
+            value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
+            if value is None:
+                raise BadRecord(f"{name} has an image without bytes and path")
+        if isinstance(value, bytes):
+            return ImageRef(data=value)
+        if not isinstance(value, str):
+            raise BadRecord(f"{name} has {_described(value)} for an image")
+        try:
+            return self._images.reference(_text(value, "an image path"))
+        except BadRecord as error:
+            raise BadRecord(f"{name}: {error}") from error
+
+    def _scores(self, value: Any, name: str, num_positives: int) -> tuple[float, ...]:
+        values = value if isinstance(value, list) else [value]
+        if len(values) != num_positives:
+            raise BadRecord(
+                f"{name} has {len(values):,d} {_plural('number', len(values))} for {num_positives:,d} "
+                + _plural("positive", num_positives)
+            )
+        return tuple(self._score(one, name) for one in values)
+
+    def _score(self, value: Any, name: str) -> float:
+        if self._numbers_in_text and isinstance(value, str) and _NUMBER.fullmatch(value):
+            value = float(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BadRecord(f"{name} is {_described(value)}, not a number")
+        try:
+            number = float(value)
+        except OverflowError as error:
+            raise BadRecord(f"{name} is too large a number") from error
+        if not math.isfinite(number):
+            raise BadRecord(f"{name} is {number}, which is no number to learn from")
+        return number
+
+    def _check_loss(self, loss: str, layout: Layout, negatives: tuple[Item, ...], scores: Any) -> None:
+        if loss in ("cosent", "cosine"):
+            if scores is None:
+                raise BadRecord(f"no score, which loss: {loss} needs for every pair")
+        elif layout.are_sentences and scores is not None:
+            raise BadRecord(
+                f"a scored sentence pair, and loss: {loss} would take each pair for a match whatever its score: "
+                "use loss: cosent or cosine"
+            )
+        elif loss == "triplet" and not negatives:
+            raise BadRecord("no negative, which loss: triplet needs in every record")
+
+
+def _text(value: str, name: str) -> str:
+    """The text itself, if it is one that can be embedded."""
+    if not value or value.isspace():
+        raise BadRecord(f"{name} is empty")
+    if "\0" in value:
+        raise BadRecord(f"{name} has a NUL character in it")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise BadRecord(f"{name} has a lone surrogate in it, which is no character") from error
+    return value
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _described(value: Any) -> str:
+    """What a value is, in JSON's words."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        shown = str(value) if isinstance(value, float) or abs(value) < 10**15 else "a large one"
+        return f"a number ({shown})"
+    names = {str: "a text", list: "a list", dict: "an object", bytes: "bytes"}
+    return next((name for kind, name in names.items() if isinstance(value, kind)), f"a {type(value).__name__}")
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"

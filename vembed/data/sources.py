@@ -1,0 +1,265 @@
+"""ExampleStore: the examples of one or several sources, all checked before training and read when they are needed."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from vembed.config.schema import DataSource, TrainConfig
+from vembed.data.batches import ContentKeys
+from vembed.data.cache import IndexCache, cache_folder, short_hash
+from vembed.data.columns import Columns
+from vembed.data.examples import BadRecord, Example
+from vembed.data.images import ImageRoot
+from vembed.data.index import NUM_SHOWN, Index, build_index, content_keys
+from vembed.data.messages import listed
+from vembed.data.opening import open_reader
+from vembed.data.readers import Reader
+from vembed.data.records import RecordFormat
+from vembed.data.tables import Role
+from vembed.errors import UserError
+
+CACHE_AFTER_SECONDS = 1.0
+"""A first pass that took longer is kept in the cache folder."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    name: str
+    weight: float
+    reader: Reader
+    form: RecordFormat
+    index: Index
+    size: int
+    """Examples in use, the first ones of the index."""
+
+    def example(self, number: int) -> Example:
+        start, size, line = self.index.starts[number], self.index.sizes[number], self.index.lines[number]
+        where = self.reader.where(int(line))
+        try:
+            record = self.reader.read(int(start), int(size))
+            if isinstance(record, BadRecord):
+                raise record
+            return self.form.example(record, where)
+        except BadRecord as error:
+            raise UserError(f"{where} has changed since the run began ({error}): start again") from error
+
+    def summary(self) -> str:
+        counts, num_records = self.index.counts, len(self.index)
+        kinds = [
+            "+".join(name for name, count in (("text", texts), ("image", images)) if count)
+            for texts, images in (
+                (counts.text_queries, counts.image_queries),
+                (counts.text_documents, counts.image_documents),
+            )
+        ]
+        parts = [f"{self.name}: {self.size:,d} examples", f"{kinds[0]} to {kinds[1]}"]
+        if self.size < num_records:
+            parts.append(f"the first of {num_records:,d}")
+        if self.index.num_bad:
+            parts.append(f"{self.index.num_bad:,d} bad records left out")
+        if counts.positives > num_records:
+            parts.append(f"{counts.positives / num_records:.1f} positives each")
+        if counts.negatives:
+            parts.append(f"{counts.negatives / num_records:.1f} negatives each")
+        if counts.scored:
+            parts.append("scored" if counts.scored == num_records else f"{counts.scored:,d} of them scored")
+        if self.weight != 1.0:
+            parts.append(f"weight {self.weight:g}")
+        return "data: " + ", ".join(parts)
+
+
+class ExampleStore:
+    """Examples by number, those of one source after those of the other. Threads may share one."""
+
+    def __init__(self, sources: Sequence[_Source], fingerprint: str) -> None:
+        self._sources = tuple(sources)
+        self._ends = list(itertools.accumulate(source.size for source in sources))
+        self.fingerprint = fingerprint
+        """The same for the same examples read the same way, wherever the files are; images on disk do not count."""
+        self.names = tuple(source.name for source in sources)
+        self.sizes = tuple(source.size for source in sources)
+        self.weights = tuple(source.weight for source in sources)
+        self.num_skipped = sum(source.index.num_bad for source in sources)
+        """Bad records that were left out."""
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Example:
+        source, number = self._locate(index)
+        return self._sources[source].example(number)
+
+    def source_of(self, index: int) -> int:
+        """The number of the source that an example comes from."""
+        return self._locate(index)[0]
+
+    def keys(self, index: int) -> list[int]:
+        """The contents of an example's items as numbers, each once: equal texts have equal keys."""
+        source, number = self._locate(index)
+        known = self._sources[source].index.keys
+        return content_keys(self[index]) if known is None else known.of(number).tolist()
+
+    def all_keys(self) -> ContentKeys:
+        """The keys of all examples, which are known with `no_duplicates: true` alone."""
+        values, counts = [], []
+        for source in self._sources:
+            if source.index.keys is None:
+                raise RuntimeError("contents are only remembered with no_duplicates: true")
+            starts = source.index.keys.starts[: source.size + 1]
+            values.append(source.index.keys.values[: starts[-1]])
+            counts.append(np.diff(starts))
+        return ContentKeys(np.concatenate(values), np.concatenate([[0], np.cumsum(np.concatenate(counts))]))
+
+    @property
+    def kind(self) -> Literal["pairs", "scored"]:
+        """scored: every example has scores."""
+        return "scored" if all(one.index.counts.scored == len(one.index) for one in self._sources) else "pairs"
+
+    @property
+    def has_negatives(self) -> bool:
+        """Whether any example brings negatives of its own."""
+        return any(source.index.counts.negatives for source in self._sources)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any query or document has an image."""
+        return any(source.index.counts.image_queries or source.index.counts.image_documents for source in self._sources)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether any query or document has a text."""
+        return any(source.index.counts.text_queries or source.index.counts.text_documents for source in self._sources)
+
+    def summary(self) -> list[str]:
+        """What was read, what was left out and why, and what nobody reads: lines for the log."""
+        lines = []
+        for source in self._sources:
+            lines.append(source.summary())
+            lines += [f"left out: {problem}" for problem in source.index.problems]
+            if source.index.num_bad > len(source.index.problems):
+                lines.append(f"left out: {source.index.num_bad - len(source.index.problems):,d} more of {source.name}")
+            if source.index.unused:
+                lines.append(f"{source.name}: not used: {listed(source.index.unused)}")
+        if len(self._sources) > 1:
+            lines.append(f"data: {len(self):,d} examples of {len(self._sources):,d} sources")
+        return lines
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        source = bisect.bisect_right(self._ends, index)
+        return source, index - (self._ends[source - 1] if source else 0)
+
+
+def open_examples(
+    config: TrainConfig,
+    path_spec: str | Sequence[str | DataSource],
+    *,
+    role: Role = "train",
+    cache_dir: Path | None = None,
+) -> ExampleStore:
+    """Check every record of `path_spec` and return the good ones; a `UserError` names the first ten bad ones.
+
+    In the role of validation data, `max_train_examples`, `max_negatives` and what the loss needs do not count.
+    """
+    entries = [path_spec] if isinstance(path_spec, str) else path_spec
+    given = [DataSource(path=entry) if isinstance(entry, str) else entry for entry in entries]
+    if not given:
+        raise UserError("data_path is an empty list: name at least one file, folder or dataset")
+    cache = cache_folder() if cache_dir is None else cache_dir
+    opened = [_open_source(config, source, role, cache, alone=len(given) == 1) for source in given]
+    _refuse_bad_records(config, opened)
+    limit = config.max_train_examples if role == "train" else None
+    sources = [
+        _Source(source.name or source.path, source.weight, reader, form, index, size)
+        for source, (reader, form, index), size in zip(
+            given, opened, _sizes([len(index) for _, _, index in opened], limit), strict=True
+        )
+    ]
+    return ExampleStore(sources, _fingerprint(config, given, sources, role))
+
+
+def _open_source(
+    config: TrainConfig, source: DataSource, role: Role, cache: Path, *, alone: bool
+) -> tuple[Reader, RecordFormat, Index]:
+    mapping = config.column_mapping if source.column_mapping is None else source.column_mapping
+    columns = Columns(mapping, may_miss=not alone and source.column_mapping is None)
+    reader = open_reader(source.path, columns, role, cache)
+    images = ImageRoot(config.image_root or str(reader.folder), allow_urls=config.allow_image_urls)
+    loss, max_negatives = (config.loss, config.max_negatives) if role == "train" else (None, None)
+    form = RecordFormat(
+        columns,
+        images,
+        mode=config.retrieval_mode,
+        loss=loss,
+        max_negatives=max_negatives,
+        numbers_in_text=reader.numbers_in_text,
+    )
+    with_keys = config.no_duplicates and role == "train"
+    options = [
+        reader.name,
+        mapping,
+        config.retrieval_mode,
+        images.folder,
+        images.allow_urls,
+        loss,
+        max_negatives,
+        with_keys,
+    ]
+    kept = IndexCache(cache, reader.files(), options)
+    index = kept.load()
+    if index is None:
+        began = time.monotonic()
+        index = build_index(reader, form, with_keys=with_keys)
+        if index.missing:
+            raise UserError(f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has")
+        if time.monotonic() - began >= CACHE_AFTER_SECONDS:
+            kept.save(index)
+    return reader, form, index
+
+
+def _refuse_bad_records(config: TrainConfig, opened: Sequence[tuple[Reader, RecordFormat, Index]]) -> None:
+    indices = [index for _, _, index in opened]
+    num_bad, num_good = sum(index.num_bad for index in indices), sum(map(len, indices))
+    problems = [problem for index in indices for problem in index.problems][:NUM_SHOWN]
+    if num_bad and (config.on_bad_record == "stop" or not num_good):
+        more = [f"and {num_bad - len(problems):,d} more"] if num_bad > len(problems) else []
+        way_out = (
+            "mend them, or set on_bad_record: skip to leave them out" if num_good else "there is nothing to train on"
+        )
+        raise UserError(
+            f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, {way_out}:\n  "
+            + "\n  ".join(problems + more)
+        )
+    for reader, _, index in opened:
+        if not len(index):
+            reason = f"no record that can be used: {index.problems[0]}" if index.problems else "no records"
+            raise UserError(f"{reader.name} holds {reason}")
+
+
+def _sizes(sizes: list[int], limit: int | None) -> list[int]:
+    """How many examples of each source are used: all, or its share of the limit by its size, at least one."""
+    total = sum(sizes)
+    if limit is None or limit >= total:
+        return sizes
+    ends = [end * limit // total for end in itertools.accumulate(sizes)]
+    return [max(1, end - begin) for begin, end in itertools.pairwise([0, *ends])]
+
+
+def _fingerprint(config: TrainConfig, given: Sequence[DataSource], sources: Sequence[_Source], role: Role) -> str:
+    options = [config.retrieval_mode, config.column_mapping, config.max_negatives if role == "train" else None]
+    return short_hash(
+        options,
+        [
+            [one.index.fingerprint, one.size, one.weight, entry.column_mapping]
+            for one, entry in zip(sources, given, strict=True)
+        ],
+    )

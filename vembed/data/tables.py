@@ -1,0 +1,224 @@
+"""Readers of Arrow tables: Parquet files, and `datasets` from a folder or from the Hub. Images stay encoded."""
+
+from __future__ import annotations
+
+import bisect
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vembed.data.columns import Columns
+from vembed.data.examples import BadRecord
+from vembed.data.messages import listed
+from vembed.data.readers import Found
+from vembed.errors import UserError
+
+IN_MEMORY = 256 * 2**20
+"""A Parquet file whose columns are smaller than this (in bytes, unpacked) is held in memory."""
+CHUNK_BYTES = 8 * 2**20
+CHUNK_ROWS = 1024
+
+Role = Literal["train", "validation"]
+_SPLITS: dict[Role, tuple[str, ...]] = {"train": ("train",), "validation": ("validation", "dev", "val", "test")}
+
+
+class _Rows:
+    """Records that are rows: what `start` is for a file of text is here the number of the row."""
+
+    numbers_in_text = False
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+
+    def where(self, line: int) -> str:
+        """How messages name a record."""
+        return f"{self.name}, row {line:,d}"
+
+
+class ParquetTable(_Rows):
+    """A Parquet file. Rows are drawn in any order, for which Parquet is not made: a small one is unpacked in memory, a
+    larger one once into an Arrow file in the cache folder, which is mapped."""
+
+    def __init__(self, path: Path, columns: Columns, unpacked: Path) -> None:
+        """`unpacked`: where the Arrow file would go; its name begins with what stands for the path, before a "-"."""
+        super().__init__(str(path), path.parent)
+        self._path = path
+        try:
+            with pq.ParquetFile(path) as file:
+                names = file.schema_arrow.names
+                _check(self.name, columns, names)
+                self._batches = self._unpack(file, columns.needed(names), unpacked)
+        except (pa.ArrowException, OSError, ValueError, LookupError, OverflowError, MemoryError) as error:
+            raise UserError(f"{path} cannot be read as Parquet: {_first_line(error)}") from error
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches]).tolist()
+
+    def files(self) -> Sequence[Path]:
+        """The files that the records come from."""
+        return (self._path,)
+
+    def scan(self) -> Iterator[Found]:
+        """All records in order."""
+        row = 0
+        for batch in self._batches:
+            yield from _found(batch, row)
+            row += batch.num_rows
+
+    def read(self, start: int, size: int) -> Any:
+        """One record again, by what `scan` said about it."""
+        number = bisect.bisect_right(self._ends, start)
+        first = self._ends[number - 1] if number else 0
+        return _values(self._batches[number].slice(start - first, size))[0]
+
+    def _unpack(self, file: pq.ParquetFile, names: list[str], unpacked: Path) -> list[pa.RecordBatch]:
+        size = _unpacked_size(file, names)
+        rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES * file.metadata.num_rows // max(1, size)))
+        batches = file.iter_batches(batch_size=rows, columns=names)
+        if size <= IN_MEMORY:
+            return list(batches)
+        unpacked = unpacked.with_name(f"{unpacked.name}-{zlib.crc32(repr(names).encode()):08x}.arrow")
+        if not unpacked.exists():
+            self._write(batches, unpacked, size)
+        with pa.memory_map(str(unpacked)) as source:
+            arrow = pa.ipc.open_file(source)
+            return [arrow.get_batch(number) for number in range(arrow.num_record_batches)]
+
+    def _write(self, batches: Iterator[pa.RecordBatch], unpacked: Path, size: int) -> None:
+        partial = unpacked.with_suffix(f".{os.getpid()}.partial")
+        way_out = "free some space, or set XDG_CACHE_HOME to a folder with more"
+        try:
+            unpacked.parent.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(unpacked.parent).free
+            if free < size:
+                raise UserError(
+                    f"{self.name} unpacks to {size:,d} bytes, and {unpacked.parent} has {free:,d} left: {way_out}"
+                )
+            first = next(batches)
+            with pa.ipc.new_file(str(partial), first.schema) as sink:
+                sink.write_batch(first)
+                for batch in batches:
+                    sink.write_batch(batch)
+            for older in unpacked.parent.glob(f"{unpacked.name.partition('-')[0]}-*.arrow"):
+                older.unlink(missing_ok=True)
+            partial.replace(unpacked)
+        except OSError as error:
+            raise UserError(f"{self.name} could not be unpacked into {unpacked.parent} ({error}): {way_out}") from error
+        finally:
+            if partial.exists():
+                partial.unlink()
+
+
+class DatasetTable(_Rows):
+    """A `datasets.Dataset`, which is mapped from disk as it is."""
+
+    def __init__(self, name: str, folder: Path, dataset: Any, columns: Columns) -> None:
+        super().__init__(name, folder)
+        self._files = [Path(entry["filename"]) for entry in dataset.cache_files]
+        names = dataset.column_names
+        _check(name, columns, names)
+        self._rows = dataset.select_columns(columns.needed(names)).with_format("arrow")
+
+    def files(self) -> Sequence[Path]:
+        """The files that the records come from."""
+        return self._files
+
+    def scan(self) -> Iterator[Found]:
+        """All records in order."""
+        row, num_rows = 0, 32
+        while row < len(self._rows):
+            table = self._rows[row : row + num_rows]
+            yield from _found(table, row)
+            row += table.num_rows
+            each = max(1, table.nbytes // max(1, table.num_rows))
+            num_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // each))
+
+    def read(self, start: int, size: int) -> Any:
+        """One record again, by what `scan` said about it."""
+        return _values(self._rows[start : start + size])[0]
+
+
+def open_folder(path: Path, columns: Columns, role: Role) -> DatasetTable:
+    """A folder that `datasets.save_to_disk` has written."""
+    import datasets  # takes a second, which runs on files need not pay
+
+    try:
+        found = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        holds = listed(sorted(entry.name for entry in path.iterdir())) or "nothing"
+        raise UserError(
+            f"{path} is a folder, but none that `datasets` has saved; it holds {holds}: name a file"
+        ) from error
+    return DatasetTable(str(path), path, _one_split(str(path), found, role), columns)
+
+
+def open_hub(name: str, columns: Columns, role: Role) -> DatasetTable:
+    """A dataset of the Hub: `owner/name`, `owner/name:config` or `owner/name:config:split`."""
+    import datasets
+
+    repository, _, rest = name.partition(":")
+    config, _, split = rest.partition(":")
+    try:
+        found = datasets.load_dataset(repository, config or None, split=split or None)
+    except (OSError, ValueError, KeyError, RuntimeError, pa.ArrowException) as error:
+        raise UserError(
+            f"{name} is no file or folder here, and as a dataset of the Hub it cannot be loaded: {_first_line(error)}"
+        ) from error
+    return DatasetTable(name, Path.cwd(), _one_split(name, found, role), columns)
+
+
+def _found(rows: pa.RecordBatch | pa.Table, first: int) -> Iterator[Found]:
+    for row, record in enumerate(_values(rows), first):
+        yield row, 1, row + 1, record
+
+
+def _values(rows: pa.RecordBatch | pa.Table) -> list[Any]:
+    """The rows as dicts, with a `BadRecord` for each that Python has no values for: strings that are no text, say."""
+    try:
+        values: list[Any] = rows.to_pylist()
+    except (ValueError, OverflowError, pa.ArrowException) as error:
+        if rows.num_rows == 1:
+            return [BadRecord(f"values that cannot be read ({_first_line(error)})")]
+        return [value for row in range(rows.num_rows) for value in _values(rows.slice(row, 1))]
+    return values
+
+
+def _one_split(name: str, found: Any, role: Role) -> Any:
+    """The split for this role, where there are several; a dataset without splits as it is."""
+    if not isinstance(found, dict):
+        return found
+    splits = list(found)
+    for split in _SPLITS[role]:
+        if split in splits:
+            return found[split]
+    if len(splits) == 1:
+        return found[splits[0]]
+    raise UserError(f"{name} has the splits {listed(splits)}, and none is called {' or '.join(_SPLITS[role])}")
+
+
+def _check(name: str, columns: Columns, names: Sequence[str]) -> None:
+    try:
+        columns.check(names)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+
+
+def _unpacked_size(file: pq.ParquetFile, names: list[str]) -> int:
+    """Bytes of some columns before compression, from the file's own notes."""
+    total = 0
+    for group in range(file.metadata.num_row_groups):
+        for number in range(file.metadata.num_columns):
+            column = file.metadata.row_group(group).column(number)
+            if column.path_in_schema.split(".")[0] in names:
+                total += column.total_uncompressed_size
+    return total
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
