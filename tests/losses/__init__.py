@@ -1,0 +1,1 @@
+"""Tests of the losses against a reference written from the formulas."""

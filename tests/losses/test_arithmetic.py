@@ -1,0 +1,176 @@
+"""Number formats, extreme values, autograd's contract, and the memory that the losses ask for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.losses.batches import assert_close, check, config_of, gradients, make_batch
+from vembed.losses.batch import LossBatch
+from vembed.losses.build import build_loss
+from vembed.losses.infonce import InfoNCE
+from vembed.losses.sigmoid import SigmoidLoss
+from vembed.losses.tiles import MEBIBYTE, Tiling
+
+EVERYTHING = {
+    "bidirectional": True,
+    "query_query_negatives": True,
+    "document_document_negatives": True,
+    "use_mrl": True,
+    "mrl_dims": [8, 3, 12],
+    "learn_temperature": True,
+}
+CASES = [
+    {},
+    EVERYTHING,
+    {**EVERYTHING, "hard_negatives_scope": "own", "false_negative_margin": 0.2},
+    {**EVERYTHING, "loss": "sigmoid"},
+    {"similarity": "dot", "temperature": 1.0, "use_mrl": True, "mrl_dims": [8, 3]},
+    {"loss": "cosent", "learn_temperature": True},
+    {"loss": "cosine"},
+    {"loss": "triplet", "use_mrl": True, "mrl_dims": [8, 3]},
+]
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_float32(options: dict[str, object]) -> None:
+    batch = make_batch(24, max_positives=2, num_contents=150, dtype=torch.float32)
+    loss = build_loss(config_of(**options))
+    assert loss(batch).dtype == torch.float32
+    (gradient,) = gradients(loss(batch), batch.embeddings)
+    assert gradient.dtype == torch.float32
+    check(batch, config_of(**options), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_low_precision_embeddings_are_scored_in_float32(options: dict[str, object]) -> None:
+    loss = build_loss(config_of(**options))
+    low = make_batch(24, num_contents=150, dtype=torch.bfloat16)
+    exact = replace(low, embeddings=low.embeddings.detach().float().requires_grad_())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = loss(low)
+        (gradient,) = gradients(found, low.embeddings)
+    wanted = loss(exact)
+    (wanted_gradient,) = gradients(wanted, exact.embeddings)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, wanted)
+    assert gradient.dtype == torch.bfloat16
+    assert torch.equal(gradient, wanted_gradient.bfloat16())
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_gradcheck(options: dict[str, object]) -> None:
+    batch = make_batch(4, max_positives=2, max_negatives=1, seed=2)
+    loss = build_loss(config_of(**{"temperature": 0.3, **options})).double()
+
+    def share(embeddings: torch.Tensor, *_: torch.Tensor) -> Any:
+        return loss(replace(batch, embeddings=embeddings))
+
+    assert torch.autograd.gradcheck(share, (batch.embeddings, *loss.parameters()))
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_extreme_logits(similarity: str) -> None:
+    """Differences of thousands between logits neither overflow nor lose the largest."""
+    for factor in (1e-3, 1.0, 30.0):
+        batch = make_batch(8, num_contents=None, seed=5)
+        batch = replace(batch, embeddings=(batch.embeddings.detach() * factor).requires_grad_())
+        largest = 1.0 if similarity == "cosine" else float(batch.embeddings.detach().square().sum(1).max())
+        # What float64 can tell apart among logits of that size.
+        resolution = torch.finfo(torch.float64).eps * largest / 0.005
+        config = config_of(similarity=similarity, temperature=0.005, bidirectional=True)
+        check(batch, config, tolerance=max(1e-12, resolution))
+
+
+def test_small_losses_keep_their_digits_in_float32() -> None:
+    embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]).requires_grad_()
+    pairs = torch.tensor([[0, 1], [2, 3]])
+    batch = LossBatch(
+        embeddings=embeddings,
+        content=torch.arange(4),
+        query=pairs[:, 0],
+        positive=pairs[:, 1],
+        example=torch.arange(2),
+        negative=torch.empty(0, dtype=torch.int64),
+        negative_example=torch.empty(0, dtype=torch.int64),
+        scores=None,
+        own_rows=slice(0, 2),
+        own_negatives=slice(0, 0),
+    )
+    loss = build_loss(config_of(temperature=0.04))(batch)
+    assert float(loss.detach()) == pytest.approx(1.3887943864964e-11, rel=1e-5)
+
+
+def test_what_is_not_a_number_shows() -> None:
+    for bad in (float("nan"), float("inf")):
+        batch = make_batch(5, num_contents=None)
+        with torch.no_grad():
+            batch.embeddings[batch.query[2]] = bad
+        for loss in ("infonce", "sigmoid", "cosent", "cosine"):
+            assert not torch.isfinite(build_loss(config_of(loss=loss, use_mrl=True, mrl_dims=[4, 12]))(batch))
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_autograd_contract(options: dict[str, object]) -> None:
+    batch = make_batch(7, max_positives=2)
+    loss = build_loss(config_of(**options)).double()
+    inputs = [batch.embeddings, *loss.parameters()]
+    value = loss(batch)
+    first = torch.autograd.grad(value, inputs, retain_graph=True)
+    again = torch.autograd.grad(value, inputs)
+    tripled = torch.autograd.grad(loss(batch) * 3.0, inputs)
+    for one, two, three in zip(first, again, tripled, strict=True):
+        assert torch.equal(one, two)
+        assert_close(three, 3.0 * one, 1e-14, "a multiple of the loss")
+    with torch.no_grad():
+        assert torch.equal(loss(batch), value)
+    fixed = replace(batch, embeddings=batch.embeddings.detach())
+    for parameter, wanted in zip(loss.parameters(), first[1:], strict=True):
+        assert torch.equal(torch.autograd.grad(loss(fixed), parameter)[0], wanted)
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_two_runs_are_equal_to_the_bit(options: dict[str, object]) -> None:
+    batch, loss = make_batch(20, max_positives=2), build_loss(config_of(**options))
+    assert torch.equal(loss(batch), loss(batch))
+    assert torch.equal(*(gradients(loss(batch), batch.embeddings)[0] for _ in range(2)))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.num_elements = max(self.num_elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_memory_grows_with_the_rows_and_not_with_their_square(options: dict[str, object]) -> None:
+    loss = build_loss(config_of(**options))
+    if isinstance(loss, InfoNCE | SigmoidLoss):
+        loss.tiling = Tiling(8, 4000)
+    largest = []
+    for num_examples in (300, 600):
+        batch = make_batch(num_examples, max_positives=1, max_negatives=1, num_contents=50)
+        with LargestTensor() as seen:
+            loss(batch).backward()
+        largest.append(seen.num_elements)
+        assert seen.num_elements < num_examples**2 / 2
+    assert largest[1] < 2.2 * largest[0]
+
+
+def test_tiles_keep_to_their_share_of_memory() -> None:
+    embeddings = torch.empty(0, 1024)
+    for scores_per_row in (1, 500, 3 * 131_072, 10_000_000):
+        tiling = Tiling.for_scores(scores_per_row, embeddings)
+        assert tiling.rows == 16 or tiling.rows * scores_per_row * 4 <= 192 * MEBIBYTE
+        assert tiling.rows * tiling.columns * 4 <= 32 * MEBIBYTE

@@ -1,0 +1,104 @@
+"""From the config to a loss, and what it learns."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.losses.batches import assert_close, check, config_of, make_batch
+from vembed.losses.build import build_loss
+
+
+@pytest.mark.parametrize("loss", ["infonce", "cosent", "cosine", "triplet", "sigmoid"])
+def test_every_loss_falls_by_gradient_descent(loss: str) -> None:
+    batch = make_batch(12, num_contents=None, max_negatives=2)
+    objective = build_loss(config_of(loss=loss, learn_temperature=True)).double()
+    optimizer = torch.optim.SGD(
+        [batch.embeddings, *objective.parameters()], lr=0.05 if loss in ("infonce", "cosent", "sigmoid") else 1.0
+    )
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        value = objective(batch)
+        value.backward()
+        losses.append(float(value.detach()))
+        optimizer.step()
+        objective.project_parameters()
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_temperature_is_fixed_unless_it_is_to_be_learned() -> None:
+    assert not list(build_loss(config_of()).parameters())
+    assert build_loss(config_of()).scale_and_bias() is None
+    learned = build_loss(config_of(learn_temperature=True))
+    assert [(name, float(value.detach())) for name, value in learned.named_parameters()] == [
+        ("temperature", pytest.approx(0.05))
+    ]
+    assert learned.scale_and_bias() == (pytest.approx(20.0), 0.0)
+
+
+def test_temperature_starts_from_the_model_and_stays_in_its_range() -> None:
+    loss = build_loss(config_of(learn_temperature=True), start_scale=100.0)
+    assert loss.scale_and_bias() == (pytest.approx(100.0), 0.0)
+    (temperature,) = loss.parameters()
+    for value, kept in [(0.001, 0.005), (3.0, 1.0), (0.3, 0.3)]:
+        with torch.no_grad():
+            temperature.fill_(value)
+        loss.project_parameters()
+        assert float(temperature.detach()) == pytest.approx(kept)
+
+
+def test_sigmoid_starts_from_the_model_and_stays_in_its_range() -> None:
+    assert build_loss(config_of(loss="sigmoid")).scale_and_bias() == (pytest.approx(20.0), -10.0)
+    loss = build_loss(config_of(loss="sigmoid"), start_scale=117.0, start_bias=-12.5)
+    assert loss.scale_and_bias() == (pytest.approx(117.0, rel=1e-6), -12.5)
+    log_scale = dict(loss.named_parameters())["log_scale"]
+    for value, kept in [(-1.0, 0.0), (9.0, math.log(200.0))]:
+        with torch.no_grad():
+            log_scale.fill_(value)
+        loss.project_parameters()
+        assert float(log_scale.detach()) == pytest.approx(kept)
+
+
+def test_bidirectional_changes_nothing_in_the_sigmoid_loss() -> None:
+    batch = make_batch(6)
+    assert torch.equal(*(build_loss(config_of(loss="sigmoid", bidirectional=both))(batch) for both in (True, False)))
+
+
+def test_matryoshka_sizes_come_from_the_config_or_the_model() -> None:
+    batch = make_batch(6)
+    named = build_loss(config_of(use_mrl=True, mrl_dims=[4, 12]))(batch)
+    assert_close(build_loss(config_of(use_mrl=True), mrl_dims=(12, 4))(batch), named, 1e-14, "loss")
+    check(batch, config_of(), build_loss(config_of(), mrl_dims=(12, 4)))
+    with pytest.raises(ValueError, match="use_mrl without mrl_dims"):
+        build_loss(config_of(use_mrl=True))
+    with pytest.raises(ValueError, match="sizes"):
+        build_loss(config_of(use_mrl=True, mrl_dims=[13]))(batch)
+
+
+def run_benchmark(*options: str) -> str:
+    command = [sys.executable, "-m", "benchmarks.loss", *options]
+    root = Path(__file__).parents[2]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=root, env=one_thread, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_benchmark_compares_times() -> None:
+    printed = run_benchmark("--rows", "64", "--dim", "32", "--repeats", "1", "--memory-rows", "0")
+    assert printed.count("ratio") == 4
+
+
+def test_peak_memory_of_a_process() -> None:
+    """Beside the embeddings and their gradient there is never more than about one further copy of what is scored."""
+    printed = run_benchmark("--repeats", "0", "--memory-rows", "16384", "--memory-own-rows", "64")
+    found = re.search(r"([\d.]+) GiB beyond the embeddings and their gradient \(([\d.]+) GiB each\)", printed)
+    assert found is not None
+    beyond, gradient = (float(number) for number in found.groups())
+    assert beyond < 1.3 * gradient

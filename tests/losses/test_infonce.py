@@ -1,0 +1,118 @@
+"""InfoNCE and the sigmoid loss against the reference, over options, sizes, duplicates and tilings."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.losses.batches import check, config_of, make_batch
+from vembed.losses.build import build_loss
+from vembed.losses.infonce import InfoNCE
+from vembed.losses.sigmoid import SigmoidLoss
+from vembed.losses.tiles import Tiling
+
+MRL = {"use_mrl": True, "mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
+EVERYTHING = {
+    "bidirectional": True,
+    "query_query_negatives": True,
+    "document_document_negatives": True,
+    "false_negative_margin": 0.1,
+    **MRL,
+}
+OPTIONS = [
+    {},
+    {"temperature": 0.007},
+    {"learn_temperature": True},
+    {"bidirectional": True},
+    {"query_query_negatives": True},
+    {"document_document_negatives": True},
+    {"false_negative_margin": 0.05},
+    {"false_negative_margin": -0.1},
+    {"mask_duplicates": False},
+    {"hard_negatives_scope": "own"},
+    {"similarity": "dot", "temperature": 1.0},
+    MRL,
+    EVERYTHING,
+    {**EVERYTHING, "learn_temperature": True},
+    {**EVERYTHING, "hard_negatives_scope": "own", "learn_temperature": True},
+    {**EVERYTHING, "mask_duplicates": False},
+    {**EVERYTHING, "mask_duplicates": False, "hard_negatives_scope": "own"},
+    {**EVERYTHING, "similarity": "dot", "learn_temperature": True, "temperature": 0.9},
+]
+
+
+@pytest.mark.parametrize("loss", ["infonce", "sigmoid"])
+@pytest.mark.parametrize("num_contents", [None, 7])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_each_option_equals_the_reference(options: dict[str, object], num_contents: int | None, loss: str) -> None:
+    for max_positives in (1, 3):
+        check(make_batch(9, max_positives=max_positives, num_contents=num_contents), config_of(loss=loss, **options))
+
+
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    options=st.fixed_dictionaries(
+        {
+            "loss": st.sampled_from(["infonce", "infonce", "sigmoid"]),
+            "bidirectional": st.booleans(),
+            "query_query_negatives": st.booleans(),
+            "document_document_negatives": st.booleans(),
+            "mask_duplicates": st.booleans(),
+            "learn_temperature": st.booleans(),
+            "false_negative_margin": st.sampled_from([None, 0.0, 0.2, -0.3]),
+            "hard_negatives_scope": st.sampled_from(["all", "own"]),
+            "similarity": st.sampled_from(["cosine", "dot"]),
+            "temperature": st.sampled_from([0.05, 0.5]),
+        }
+    ),
+    mrl_dims=st.none() | st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    num_examples=st.integers(1, 7),
+    max_positives=st.integers(1, 3),
+    max_negatives=st.integers(0, 3),
+    num_contents=st.sampled_from([1, 2, 5, None]),
+    tiling=st.builds(Tiling, st.integers(1, 9), st.integers(1, 9)),
+    seed=st.integers(0, 1000),
+)
+def test_any_combination_equals_the_reference(
+    options: dict[str, object],
+    mrl_dims: list[int] | None,
+    num_examples: int,
+    max_positives: int,
+    max_negatives: int,
+    num_contents: int | None,
+    tiling: Tiling,
+    seed: int,
+) -> None:
+    if mrl_dims:
+        weights = [1.0 + 0.5 * n for n in range(len(mrl_dims))]
+        options = {**options, "use_mrl": True, "mrl_dims": mrl_dims, "mrl_weights": weights}
+    batch = make_batch(
+        num_examples,
+        dim=6,
+        seed=seed,
+        max_positives=max_positives,
+        max_negatives=max_negatives,
+        num_contents=num_contents,
+    )
+    config = config_of(**options)
+    loss = build_loss(config)
+    assert isinstance(loss, InfoNCE | SigmoidLoss)
+    loss.tiling = tiling
+    check(batch, config, loss)
+
+
+@pytest.mark.parametrize("options", [{}, MRL, EVERYTHING, {"loss": "sigmoid", **MRL}], ids=str)
+@pytest.mark.parametrize("tiling", [Tiling(1, 1), Tiling(5, 7), Tiling(16, 1000), Tiling(1000, 3)], ids=str)
+def test_tiles_of_any_size_give_the_same(tiling: Tiling, options: dict[str, object]) -> None:
+    config = config_of(**options)
+    loss = build_loss(config)
+    assert isinstance(loss, InfoNCE | SigmoidLoss)
+    loss.tiling = tiling
+    check(make_batch(17, max_positives=2, num_contents=60), config, loss)
+
+
+@pytest.mark.parametrize("loss", ["infonce", "sigmoid"])
+def test_one_row(loss: str) -> None:
+    check(make_batch(1, max_negatives=0), config_of(loss=loss, **EVERYTHING))
+    check(make_batch(1, max_negatives=4, seed=3), config_of(loss=loss, **EVERYTHING))

@@ -1,0 +1,86 @@
+"""CoSENT, cosine regression and triplets against the reference, and what they ask of the data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vembed.losses.pairs
+from tests.losses.batches import check, config_of, make_batch
+from vembed.errors import UserError
+from vembed.losses.build import build_loss
+
+MRL = {"use_mrl": True, "mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
+
+
+@pytest.mark.parametrize("loss", ["cosent", "cosine", "triplet"])
+@pytest.mark.parametrize("num_contents", [None, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"similarity": "dot", "temperature": 2.0}, MRL, {**MRL, "similarity": "dot"}], ids=str
+)
+def test_equals_the_reference(options: dict[str, object], num_contents: int | None, loss: str) -> None:
+    for max_positives in (1, 3):
+        batch = make_batch(11, max_positives=max_positives, max_negatives=3, num_contents=num_contents)
+        check(batch, config_of(loss=loss, **options))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    loss=st.sampled_from(["cosent", "cosine", "triplet"]),
+    num_examples=st.integers(1, 12),
+    max_negatives=st.integers(0, 3),
+    num_contents=st.sampled_from([1, 3, None]),
+    margin=st.sampled_from([0.0, 0.2, 1.5]),
+    mask_duplicates=st.booleans(),
+    learn_temperature=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_size_equals_the_reference(
+    loss: str,
+    num_examples: int,
+    max_negatives: int,
+    num_contents: int | None,
+    margin: float,
+    mask_duplicates: bool,
+    learn_temperature: bool,
+    seed: int,
+) -> None:
+    config = config_of(
+        loss=loss, triplet_margin=margin, mask_duplicates=mask_duplicates, learn_temperature=learn_temperature
+    )
+    check(make_batch(num_examples, seed=seed, max_negatives=max_negatives, num_contents=num_contents), config)
+
+
+def test_many_pairs_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vembed.losses.pairs, "PAIRS_AT_ONCE", 3)
+    for loss in ("cosent", "cosine", "triplet"):
+        check(make_batch(11, max_negatives=3), config_of(loss=loss, **MRL))
+
+
+def test_cosent_looks_at_the_order_of_scores_alone() -> None:
+    batch = make_batch(8, num_contents=None)
+    loss = build_loss(config_of(loss="cosent"))
+    assert batch.scores is not None
+    stretched = replace(batch, scores=batch.scores.exp() * 100)
+    assert torch.equal(loss(batch), loss(stretched))
+    equal = replace(batch, scores=torch.ones_like(batch.scores))
+    assert float(loss(equal).detach()) == 0.0
+
+
+@pytest.mark.parametrize("loss", ["cosent", "cosine"])
+def test_scores_are_asked_for(loss: str) -> None:
+    batch = replace(make_batch(4), scores=None)
+    with pytest.raises(UserError, match=f"loss: {loss} needs a score for every pair"):
+        build_loss(config_of(loss=loss))(batch)
+
+
+def test_scores_of_another_scale_are_named() -> None:
+    batch = make_batch(4)
+    batch = replace(batch, scores=torch.linspace(0, 5, batch.num_rows, dtype=torch.float64))
+    with pytest.raises(UserError, match=r"scores from 0 to 5: scale them into \[-1, 1\], or use loss: cosent"):
+        build_loss(config_of(loss="cosine"))(batch)
+    check(batch, config_of(loss="cosine", similarity="dot"))

@@ -1,0 +1,82 @@
+"""Each rank computes its own rows' share; the shares add up to the loss and gradient of the whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.losses.batches import assert_close, check, config_of, gradients, make_batch
+from vembed.losses.batch import LossBatch
+from vembed.losses.build import build_loss
+
+CASES = [
+    {},
+    {"bidirectional": True, "query_query_negatives": True, "document_document_negatives": True},
+    {"use_mrl": True, "mrl_dims": [4, 12], "false_negative_margin": 0.1, "learn_temperature": True},
+    {"hard_negatives_scope": "own", "document_document_negatives": True},
+    {"mask_duplicates": False, "bidirectional": True},
+    {"loss": "sigmoid", "use_mrl": True, "mrl_dims": [4, 12]},
+    {"loss": "cosent", "learn_temperature": True},
+    {"loss": "cosine"},
+    {"loss": "triplet", "use_mrl": True, "mrl_dims": [4, 12]},
+]
+
+
+def shares(batch: LossBatch, cuts: list[int]) -> list[LossBatch]:
+    """The batch as ranks see it that hold the examples between the cuts."""
+    examples = batch.example.unique().tolist()
+    parts = []
+    for first, last in zip([0, *cuts], [*cuts, len(examples)], strict=True):
+        mine = torch.tensor(examples[first:last], dtype=torch.int64)
+        rows, negatives = (torch.isin(x, mine).nonzero().flatten() for x in (batch.example, batch.negative_example))
+        row_start, negative_start = (int(rows[0]) if len(rows) else 0), (int(negatives[0]) if len(negatives) else 0)
+        parts.append(
+            replace(
+                batch,
+                own_rows=slice(row_start, row_start + len(rows)),
+                own_negatives=slice(negative_start, negative_start + len(negatives)),
+                world_size=len(cuts) + 1,
+            )
+        )
+    return parts
+
+
+@pytest.mark.parametrize("cuts", [[], [5], [1, 9], [0, 4, 4], [2, 3, 10]], ids=str)
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_shares_add_up(options: dict[str, object], cuts: list[int]) -> None:
+    batch = make_batch(10, max_positives=2, num_contents=40)
+    loss = build_loss(config_of(**options)).double()
+    inputs = [batch.embeddings, *loss.parameters()]
+    whole = loss(batch)
+    wanted = gradients(whole, *inputs)
+    found = [loss(part) for part in shares(batch, cuts)]
+    assert_close(torch.stack(found).sum(), whole, 1e-12, "loss")
+    by_rank = zip(*(gradients(share, *inputs) for share in found), strict=True)
+    for number, (parts, want) in enumerate(zip(by_rank, wanted, strict=True)):
+        assert_close(torch.stack(parts).sum(0), want, 1e-12, f"gradient {number}")
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_each_share_is_that_of_the_definition(options: dict[str, object]) -> None:
+    for part in shares(make_batch(9, max_positives=2, num_contents=50), [3, 3, 7]):
+        check(part, config_of(**options))
+
+
+@pytest.mark.parametrize("options", [case for case in CASES if "loss" not in case], ids=str)
+def test_negatives_from_the_own_rank_alone(options: dict[str, object]) -> None:
+    config = config_of(negatives_from="own_rank", **options)
+    batch = make_batch(9, max_positives=2, num_contents=50)
+    found = []
+    for part in shares(batch, [3, 3, 7]):
+        check(part, config)
+        found.append(build_loss(config)(part).detach())
+    assert torch.stack(found).sum() < build_loss(config_of(**options))(batch).detach()
+
+
+def test_a_row_split_from_its_example_is_no_different() -> None:
+    batch = make_batch(6, max_positives=3)
+    config = config_of(hard_negatives_scope="own", bidirectional=True)
+    for start in range(batch.num_rows):
+        check(replace(batch, own_rows=slice(start, start + 1)), config)

@@ -1,0 +1,1 @@
+"""From embeddings to a loss. Nothing in here communicates."""

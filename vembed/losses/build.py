@@ -1,0 +1,41 @@
+"""From the config to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vembed.config.schema import TrainConfig
+from vembed.losses.batch import EmbeddingLoss
+from vembed.losses.infonce import InfoNCE
+from vembed.losses.scored import CoSENT, CosineRegression
+from vembed.losses.sigmoid import SigmoidLoss
+from vembed.losses.triplet import Triplet
+
+
+def build_loss(
+    config: TrainConfig,
+    *,
+    mrl_dims: Sequence[int] = (),
+    start_scale: float | None = None,
+    start_bias: float | None = None,
+) -> EmbeddingLoss:
+    """The loss that the config asks for.
+
+    `mrl_dims`: the model's sizes (ModelDescription.mrl_dims), which count with `use_mrl`; needed where the config
+    names none. `start_scale` and `start_bias`: the model's own learned ones (CLIP, SigLIP), from which a learned
+    temperature or scale then starts instead of from `temperature`.
+    """
+    dims = tuple(config.mrl_dims or mrl_dims) if config.use_mrl else ()
+    if config.use_mrl and not dims:
+        raise ValueError("use_mrl without mrl_dims: pass the model's sizes")
+    match config.loss:
+        case "infonce":
+            return InfoNCE(config, dims, start_scale)
+        case "cosent":
+            return CoSENT(config, dims, start_scale)
+        case "cosine":
+            return CosineRegression(config, dims)
+        case "triplet":
+            return Triplet(config, dims)
+        case "sigmoid":
+            return SigmoidLoss(config, dims, start_scale, start_bias)
