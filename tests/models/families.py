@@ -1,0 +1,123 @@
+"""Every tiny model with inputs for each of its lanes, made by Transformers' own tokenizers and image processors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoTokenizer
+
+from tests import tiny
+from vembed.config.schema import TrainConfig
+from vembed.models.description import ModelDescription
+from vembed.models.embedder import EmbeddingModel, build_model
+from vembed.models.families import describe
+
+TEXT_ENCODERS = [
+    tiny.tiny_bert, tiny.tiny_distilbert, tiny.tiny_roberta, tiny.tiny_xlmr, tiny.tiny_mpnet, tiny.tiny_modernbert,
+    tiny.tiny_t5,
+]  # fmt: skip
+TEXT_DECODERS = [
+    tiny.tiny_qwen3, tiny.tiny_qwen2, tiny.tiny_llama, tiny.tiny_mistral, tiny.tiny_gemma, tiny.tiny_gpt2,
+]  # fmt: skip
+IMAGE_ENCODERS = [tiny.tiny_vit, tiny.tiny_dinov2, tiny.tiny_dinov3, tiny.tiny_convnext, tiny.tiny_vitmae]
+TWO_TOWERS = [tiny.tiny_clip, tiny.tiny_siglip, tiny.tiny_siglip2]
+VISION_LANGUAGE = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_vl, tiny.tiny_qwen2_5_vl]
+EVERY = [*TEXT_ENCODERS, *TEXT_DECODERS, *IMAGE_ENCODERS, *TWO_TOWERS, *VISION_LANGUAGE]
+COMPOSED = "composed"
+SENTENCES = ["red cat", "the list of every old house in this city, first and last", "parse"]
+IMAGE_TOKEN = 5
+
+Make = Callable[..., Path]
+
+
+def config_for(make: Make | str, **options: Any) -> TrainConfig:
+    """The config of a run with one of the tiny models; COMPOSED is a BERT with a DINOv2."""
+    if make == COMPOSED:
+        options.setdefault("image_model_name", str(tiny.shared(tiny.tiny_dinov2)))
+        make = tiny.tiny_bert
+    assert not isinstance(make, str)
+    return TrainConfig(**{"model_name": str(tiny.shared(make)), "data_path": [], **options})
+
+
+def built(make: Make | str, **options: Any) -> EmbeddingModel:
+    """A tiny model as a run with these options would train it."""
+    return build_case(config_for(make, **options))
+
+
+def build_case(config: TrainConfig) -> EmbeddingModel:
+    """The model of a config."""
+    return build_model(config, describe(config))
+
+
+def pictures(count: int = 3) -> list[Image.Image]:
+    """Different pictures of different shapes."""
+    draw = np.random.default_rng(5)
+    shapes = [(64, 96), (64, 64), (32, 96), (96, 64)]
+    return [Image.fromarray(draw.integers(0, 256, (*shapes[index % 4], 3), dtype=np.uint8)) for index in range(count)]
+
+
+def text_inputs(description: ModelDescription, texts: Sequence[str] = SENTENCES) -> dict[str, Tensor]:
+    """Token ids of texts, padded as the description says."""
+    tokenizer = AutoTokenizer.from_pretrained(description.source, padding_side=description.padding_side)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    padding = "max_length" if description.family == "siglip" else True
+    tensors = tokenizer(list(texts), padding=padding, truncation=True, return_tensors="pt")
+    return {name: tensor for name, tensor in tensors.items() if name in ("input_ids", "attention_mask")}
+
+
+def image_inputs(description: ModelDescription, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+    """Pixels of images."""
+    processor = AutoImageProcessor.from_pretrained(description.image_source or description.source)
+    return dict(processor(list(images), return_tensors="pt"))
+
+
+def vision_inputs(
+    description: ModelDescription, items: Sequence[tuple[str, Sequence[Image.Image]]]
+) -> dict[str, Tensor]:
+    """Token ids with images in them."""
+    images = [image for _, group in items for image in group]
+    pixels = image_inputs(description, images)
+    sizes = iter((pixels["image_grid_thw"].prod(dim=1) // 4).tolist())
+    texts = ["".join("<|vision_start|>" + "<|image_pad|>" * next(sizes) + "<|vision_end|>" for _ in group) + text
+             for text, group in items]  # fmt: skip
+    inputs = text_inputs(description, texts)
+    return {**inputs, **pixels, "mm_token_type_ids": (inputs["input_ids"] == IMAGE_TOKEN).int()}
+
+
+def lane_items(lane: str) -> list[Any]:
+    """Items of a lane: texts, images, or texts with images."""
+    if lane == "text":
+        return list(SENTENCES)
+    first, second, third = pictures()
+    if lane == "image":
+        return [first, second, third]
+    return [("red", [first]), ("the list of every old house", [second, third]), ("", [third])]
+
+
+def inputs_for(description: ModelDescription, lane: str, items: Sequence[Any]) -> dict[str, Tensor]:
+    """The tensors of one forward pass over items of a lane."""
+    makers: dict[str, Callable[[ModelDescription, Sequence[Any]], dict[str, Tensor]]] = {
+        "text": text_inputs, "image": image_inputs, "vision": vision_inputs,
+    }  # fmt: skip
+    return makers[lane](description, items)
+
+
+def parts_for(description: ModelDescription) -> list[tuple[str, dict[str, Tensor]]]:
+    """Inputs for every lane of a model."""
+    return [(lane, inputs_for(description, lane, lane_items(lane))) for lane in description.lanes]
+
+
+def loss_of(outputs: Sequence[Tensor]) -> Tensor:
+    """A number that depends on every coordinate of every output differently."""
+    total = torch.zeros((), dtype=outputs[0].dtype)
+    for output in outputs:
+        weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).reshape(output.shape)
+        total = total + (output * weights).sum()
+    return total

@@ -1,0 +1,317 @@
+"""EmbeddingModel: heads, frozen parts and their features, learned scale and bias, dtypes and kernels."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import vembed.models.precision as precision
+from tests import tiny
+from tests.models.families import COMPOSED, built, config_for, loss_of, parts_for, text_inputs
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.models.embedder import build_model, load_embedder
+from vembed.models.families import describe
+from vembed.models.heads import principal_components
+
+
+def _frozen(model):
+    return {name for name, one in model.named_parameters() if not one.requires_grad}
+
+
+# ---- heads -----------------------------------------------------------------------------------------------------
+
+
+def test_dense_modules_of_the_model_are_kept_and_trained():
+    folder = tiny.shared(tiny.tiny_bert_st, dense_dim=12)
+    config = TrainConfig(model_name=str(folder), data_path=[])
+    model = build_model(config, describe(config))
+    weight = dict(model.named_parameters())["head.0.linear.weight"]
+    assert weight.requires_grad and weight.shape == (12, 32)
+    inputs = text_inputs(model.description)
+    (found,) = model([("text", inputs)])
+    (pooled,) = model([("text", inputs)], features_only=True)
+    torch.testing.assert_close(found, torch.tanh(model.head[0].linear(pooled)))
+
+
+def test_the_mrl_projection_starts_as_a_cut_and_stands_behind_the_models_own_modules():
+    folder = tiny.shared(tiny.tiny_bert_st, dense_dim=12)
+    options = {"model_name": str(folder), "use_mrl": True, "mrl_dims": [8, 4]}
+    model, whole = built(tiny.tiny_bert, **options), built(tiny.tiny_bert, model_name=str(folder))
+    inputs = text_inputs(model.description)
+    (cut,), (full,) = model([("text", inputs)]), whole([("text", inputs)])
+    assert model.description.embedding_dim == 8 and torch.equal(cut, full[:, :8])
+    with model.without_mrl_projection():
+        assert torch.equal(model([("text", inputs)])[0], full)
+    assert torch.equal(model([("text", inputs)])[0], cut)
+    assert [name for name, _ in model.head.named_parameters()] == [
+        "0.linear.weight",
+        "0.linear.bias",
+        "1.linear.weight",
+    ]
+
+
+def test_principal_components_order_the_prefixes_by_what_they_carry():
+    draw = torch.Generator().manual_seed(0)
+    mixing = torch.linalg.qr(torch.randn(16, 16, generator=draw)).Q
+    latent = torch.randn(400, 16, generator=draw) * torch.logspace(0, -2, 16).flip(0)
+    sample = latent @ mixing + 3.0 * mixing[5]
+    directions = principal_components(sample, 8)
+    torch.testing.assert_close(directions @ directions.T, torch.eye(8), atol=1e-5, rtol=0)
+    queries, documents = sample[:100], sample[:100] + 0.02 * torch.randn(100, 16, generator=draw)
+
+    def found(projected_queries, projected_documents):
+        scores = nn.functional.normalize(projected_queries) @ nn.functional.normalize(projected_documents).T
+        return (scores.argmax(dim=1) == torch.arange(100)).float().mean().item()
+
+    for dims in (2, 4):
+        cut = found(queries[:, :dims], documents[:, :dims])
+        assert found(queries @ directions[:dims].T, documents @ directions[:dims].T) > cut
+
+
+def test_the_mrl_projection_starts_from_a_sample():
+    model = built(tiny.tiny_bert, use_mrl=True, mrl_dims=[8])
+    sample = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
+    model.start_mrl_projection(sample)
+    assert torch.equal(model.mrl_projection.linear.weight, principal_components(sample, 8))
+    with pytest.raises(UserError, match="needs an MRL projection"):
+        built(tiny.tiny_bert).start_mrl_projection(sample)
+
+
+# ---- frozen parts ----------------------------------------------------------------------------------------------
+
+
+def test_parameters_without_use_are_frozen_and_named(caplog):
+    with caplog.at_level("INFO", logger="vembed"):
+        model = built(tiny.tiny_bert)
+    assert _frozen(model) == {"backbone.pooler.dense.weight", "backbone.pooler.dense.bias"}
+    assert "pooler.dense.weight, pooler.dense.bias" in caplog.text
+    assert _frozen(built(tiny.tiny_siglip)) == {"backbone.logit_scale", "backbone.logit_bias"}
+    mean_of_convnext = built(tiny.tiny_convnext, pooling="mean")
+    assert _frozen(mean_of_convnext) == {"backbone.layernorm.weight", "backbone.layernorm.bias"}
+
+
+@pytest.mark.parametrize(
+    ("make", "freeze", "prefixes"),
+    [
+        (tiny.tiny_clip, ["vision"], ("vision_model.", "logit_scale")),
+        (tiny.tiny_qwen3_vl, ["vision"], ("visual.",)),
+        (COMPOSED, ["text"], ("text_model.", "vision_model.embeddings.mask_token")),
+        (tiny.tiny_bert, ["embeddings"], ("embeddings.", "pooler.")),
+        (tiny.tiny_qwen3, ["embeddings"], ("embed_tokens.",)),
+        (tiny.tiny_vit, ["first_n_layers=1"], ("layers.0.", "pooler.")),
+        (tiny.tiny_convnext, ["first_n_layers=2"], ("encoder.stages.0.layers.0.", "encoder.stages.1.layers.0.")),
+        (
+            tiny.tiny_clip,
+            ["first_n_layers=1", "visual_projection"],
+            ("text_model.encoder.layers.0.", "vision_model.encoder.layers.0.", "visual_projection.", "logit_scale"),
+        ),
+        (tiny.tiny_qwen3, ["backbone.layers.1.mlp"], ("layers.1.mlp.",)),
+    ],
+)
+def test_freeze_freezes_what_it_names(make, freeze, prefixes):
+    model = built(make, freeze=freeze)
+    expected = {name for name, _ in model.named_parameters() if name.removeprefix("backbone.").startswith(prefixes)}
+    assert _frozen(model) == expected and expected
+    model.train()
+    loss_of(model(parts_for(model.description))).backward()
+    assert {name for name, one in model.named_parameters() if one.grad is None} == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "freeze", "said"),
+    [
+        (tiny.tiny_bert, "vision", "freeze: vision is no tower of this text_encoder model; it has text"),
+        (tiny.tiny_bert, "first_n_layers=3", "N from 0 to 2"),
+        (tiny.tiny_bert, "encoder.layers.0", r"the nearest is encoder\.layer\.0"),
+        (tiny.tiny_bert, "text", "leaves nothing of .* to train"),
+    ],
+)
+def test_what_cannot_be_frozen_is_said(make, freeze, said):
+    with pytest.raises(UserError, match=said):
+        built(make, freeze=[freeze])
+
+
+@pytest.mark.parametrize("make", [tiny.tiny_clip, COMPOSED])
+def test_features_of_a_frozen_tower_stay_and_take_the_towers_place(make):
+    model = built(make, freeze=["vision"], **({} if make == COMPOSED else {"use_mrl": True, "mrl_dims": [8]}))
+    assert model.frozen_lanes() == ["image"] and built(make).frozen_lanes() == []
+    model.train()
+    assert model.training and not model.backbone.vision_model.training and model.backbone.text_model.training
+    (text, image) = parts_for(model.description)
+    assert (text[0], image[0]) == ("text", "image")
+    (features,) = model([image], features_only=True)
+    assert not features.requires_grad
+    (direct,) = model([image])
+    (through,) = model([("image", {"features": features})])
+    assert torch.equal(direct, through) and through.requires_grad  # the projection behind it is trained
+
+
+def test_a_frozen_tower_is_held_in_the_dtype_that_is_asked_for():
+    model = built(tiny.tiny_clip, freeze=["vision"], torch_dtype="bfloat16")
+    dtypes = {name.split(".")[1]: one.dtype for name, one in model.named_parameters()}
+    assert dtypes["vision_model"] == torch.bfloat16
+    assert dtypes["text_model"] == dtypes["visual_projection"] == torch.float32
+    outputs = model(parts_for(model.description))
+    assert {one.dtype for one in outputs} == {torch.float32}
+    loss_of(outputs).backward()
+
+
+# ---- scale and bias --------------------------------------------------------------------------------------------
+
+
+def test_scale_and_bias_are_read_and_written_back():
+    clip, siglip = built(tiny.tiny_clip), built(tiny.tiny_siglip)
+    assert clip.initial_scale_and_bias() == pytest.approx((math.exp(clip.backbone.logit_scale.item()), 0.0))
+    assert built(tiny.tiny_bert).initial_scale_and_bias() is None
+    state = siglip.state_dict()
+    siglip.write_scale_and_bias(12.0, -3.0, state)
+    assert state["backbone.logit_scale"].shape == siglip.backbone.logit_scale.shape
+    siglip.load_state_dict(state)
+    assert siglip.backbone.logit_scale.exp().item() == pytest.approx(12.0)
+    assert siglip.backbone.logit_bias.item() == -3.0
+
+
+# ---- precision and kernels -------------------------------------------------------------------------------------
+
+
+def test_trained_weights_are_float32_masters_unless_the_user_wants_none():
+    assert built(tiny.tiny_bert, torch_dtype="bfloat16").backbone.dtype == torch.float32
+    assert built(tiny.tiny_bert, torch_dtype="bfloat16", pure_dtype=True).backbone.dtype == torch.bfloat16
+
+
+def test_flash_attention_that_is_missing_is_said_and_sdpa_named():
+    with pytest.raises(UserError, match=r"flash-attn and a CUDA GPU.*use sdpa"):
+        built(tiny.tiny_bert, attn_implementation="flash_attention_2")
+    with pytest.raises(UserError, match="MPNetModel has no sdpa; use auto or eager"):
+        built(tiny.tiny_mpnet, attn_implementation="sdpa")
+    assert built(tiny.tiny_bert, attn_implementation="eager").backbone.config._attn_implementation == "eager"
+    assert built(tiny.tiny_bert, attn_implementation="sdpa").backbone.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "options", "kernel", "said"),
+    [
+        (True, (9, 0), {}, "flash_attention_2", "the GPU allows it"),
+        (False, (9, 0), {}, "sdpa", "not installed"),
+        (True, (7, 5), {}, "sdpa", "older"),
+        (True, (9, 0), {"mixed_precision": "no"}, "sdpa", "no float32"),
+    ],
+)
+def test_auto_takes_flash_attention_where_it_can(installed, capability, options, kernel, said, monkeypatch):
+    monkeypatch.setattr(precision, "is_flash_attn_2_available", lambda: installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = config_for(tiny.tiny_bert, **options)
+    chosen, reason = precision.attention_kernel(config, type(built(tiny.tiny_bert).backbone), torch.device("cuda"))
+    assert chosen == kernel and said in reason
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [({}, False), ({"use_fsdp": True}, True), ({"strategy": "fsdp"}, True),
+     ({"use_fsdp": True, "gradient_checkpointing": False}, False), ({"gradient_checkpointing": True}, True)],
+)  # fmt: skip
+def test_gradient_checkpointing_is_on_by_default_under_fsdp_D22(options, wanted):
+    assert precision.wants_checkpointing(config_for(tiny.tiny_bert, **options)) is wanted
+
+
+def test_gradient_checkpointing_replays_dropout():
+    folder = str(tiny.shared(tiny.tiny_bert, dropout=0.3))
+    gradients = []
+    for saving in (False, True):
+        model = built(tiny.tiny_bert, model_name=folder, gradient_checkpointing=saving).train()
+        torch.manual_seed(5)
+        loss_of(model(parts_for(model.description))).backward()
+        gradients.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_batch_norms_are_turned_into_shared_ones_C05():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm1d(4)))
+    with pytest.raises(UserError, match="needs GPUs for this model's 2 batch norms"):
+        precision.share_batch_norms(model, torch.device("cpu"))
+    assert precision.share_batch_norms(model, torch.device("cuda")) == 2
+    assert [type(module).__name__ for module in model.modules()].count("SyncBatchNorm") == 2
+    assert precision.share_batch_norms(built(tiny.tiny_bert, sync_batchnorm=True), torch.device("cpu")) == 0
+
+
+def test_shared_batch_norms_are_for_where_the_model_computes_not_where_it_is_built(monkeypatch):
+    """FSDP builds in host memory what it will shard onto GPUs."""
+    seen = []
+    monkeypatch.setattr(precision, "share_batch_norms", lambda _, device: seen.append(device.type))
+    config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path=[], sync_batchnorm=True)
+    build_model(config, describe(config), device="cpu", computes_on=torch.device("cuda"))
+    build_model(config, describe(config), device="cpu")
+    assert seen == ["cuda", "cpu"]
+
+
+def test_no_class_of_ours_stops_fsdp():
+    for make in (tiny.tiny_bert, COMPOSED):
+        model = built(make, use_mrl=True, mrl_dims=[8])
+        ours = {type(module) for module in model.modules() if type(module).__module__.startswith("vembed.")}
+        assert len(ours) >= 3
+        assert not [kind for kind in ours if "Norm" in kind.__name__ or type(kind) is not type]
+
+
+# ---- use -------------------------------------------------------------------------------------------------------
+
+
+def test_a_loaded_embedder_is_ready_for_use():
+    folder = tiny.shared(tiny.tiny_clip, dropout=0.1)
+    model = load_embedder(folder)
+    assert not model.training and not any(one.requires_grad for one in model.parameters())
+    assert model.description.name == str(folder)
+
+
+def test_weights_that_are_missing_are_said(tmp_path):
+    folder = tiny.tiny_bert(tmp_path / "model")
+    config = TrainConfig(model_name=str(folder), data_path=[])
+    tiny.write_json(folder / "config.json", {**_json(folder / "config.json"), "num_hidden_layers": 3})
+    with pytest.raises(UserError, match=r"lacks 16 of the weights of BertModel, encoder\.layer\.2"):
+        build_model(config, describe(config))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="reads no pickled weights"):
+        build_model(config, describe(config))
+
+
+def _json(path):
+    import json
+
+    return json.loads(path.read_text())
+
+
+OWN_CODE = """
+from transformers import BertConfig, BertModel
+
+class OwnConfig(BertConfig):
+    model_type = "a_kind_of_its_own"
+
+class OwnModel(BertModel):
+    config_class = OwnConfig
+"""
+
+
+def test_python_code_of_a_model_runs_only_when_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tiny.tiny_bert(tmp_path / "model")
+    (folder / "own.py").write_text(OWN_CODE)
+    names = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
+    settings = _json(folder / "config.json")
+    tiny.write_json(folder / "config.json", settings | {"model_type": "a_kind_of_its_own", "auto_map": names})
+    with pytest.raises(UserError, match="set trust_remote_code: true if you trust it"):
+        built(tiny.tiny_bert, model_name=str(folder))
+    own, plain = built(tiny.tiny_bert, model_name=str(folder), trust_remote_code=True), built(tiny.tiny_bert)
+    assert type(own.backbone).__name__ == "OwnModel" and own.description.layer_classes == ("BertLayer",)
+    parts = parts_for(plain.description)
+    assert torch.equal(own.eval()(parts)[0], plain.eval()(parts)[0])
+
+
+def test_compilation_is_of_each_layer():
+    model = built(tiny.tiny_bert, torch_compile=True)
+    compiled = {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
+    assert compiled == {"backbone.encoder.layer.0", "backbone.encoder.layer.1"}

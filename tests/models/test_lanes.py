@@ -1,0 +1,231 @@
+"""Each family's forward: Transformers' numbers, whatever the items are batched with, and no parameter left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from transformers import AutoModel, PreTrainedModel, T5EncoderModel
+
+from tests import tiny
+from tests.models.families import (
+    COMPOSED,
+    EVERY,
+    IMAGE_ENCODERS,
+    SENTENCES,
+    TEXT_DECODERS,
+    TEXT_ENCODERS,
+    TWO_TOWERS,
+    VISION_LANGUAGE,
+    Make,
+    built,
+    config_for,
+    inputs_for,
+    lane_items,
+    loss_of,
+    parts_for,
+    pictures,
+    text_inputs,
+    vision_inputs,
+)
+from vembed.models.backbones import layers_of
+from vembed.models.families import describe
+
+NUM_LAYERS = {tiny.tiny_modernbert: 3, tiny.tiny_convnext: 3, **dict.fromkeys([*TWO_TOWERS, *VISION_LANGUAGE], 4)}
+
+
+def _plain(make: Make) -> PreTrainedModel:
+    chosen = T5EncoderModel if make is tiny.tiny_t5 else AutoModel
+    return chosen.from_pretrained(tiny.shared(make), dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("make", TEXT_ENCODERS)
+def test_text_encoders_are_the_mean_of_their_tokens(make):
+    model = built(make).eval()
+    plain, inputs = _plain(make), text_inputs(model.description)
+    with torch.no_grad():
+        hidden = plain(**inputs).last_hidden_state
+        expected = torch.stack(
+            [row[mask.bool()].mean(dim=0) for row, mask in zip(hidden, inputs["attention_mask"], strict=True)]
+        )
+        (found,) = model([("text", inputs)])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", TEXT_DECODERS)
+def test_decoders_are_their_last_token(make):
+    model = built(make).eval()
+    plain = _plain(make)
+    with torch.no_grad():
+        (found,) = model([("text", text_inputs(model.description))])
+        for row, text in zip(found, SENTENCES, strict=True):
+            alone = plain(**text_inputs(model.description, [text])).last_hidden_state[0, -1]
+            torch.testing.assert_close(row, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", IMAGE_ENCODERS)
+def test_image_encoders_are_what_their_model_offers(make):
+    model = built(make).eval()
+    plain, inputs = _plain(make), inputs_for(model.description, "image", pictures())
+    with torch.no_grad():
+        if make is tiny.tiny_vitmae:
+            plain.config.mask_ratio = 0.0
+            expected = plain(**inputs).last_hidden_state[:, 0]
+        elif make is tiny.tiny_vit:  # its pooler is another layer, trained for another task
+            expected = plain(**inputs).last_hidden_state[:, 0]
+        else:
+            expected = plain(**inputs).pooler_output
+        (found,) = model([("image", inputs)])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", TWO_TOWERS)
+def test_two_towers_are_their_projected_features(make):
+    model = built(make).eval()
+    plain = _plain(make)
+    (_, text), (_, image) = parts = parts_for(model.description)
+    with torch.no_grad():
+        found_text, found_image = model(parts)
+        torch.testing.assert_close(found_text, plain.get_text_features(**text).pooler_output, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found_image, plain.get_image_features(**image).pooler_output, atol=1e-5, rtol=1e-5)
+    assert found_text.shape[1] == found_image.shape[1] == model.description.embedding_dim
+
+
+@pytest.mark.parametrize("make", VISION_LANGUAGE)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_vision_language_is_the_last_token_of_the_whole(make, side):
+    model = built(make, model_name=str(tiny.shared(make, padding_side=side))).eval()
+    description = model.description
+    assert description.padding_side == side
+    plain = _plain(make)
+    items = lane_items("vision")
+    with torch.no_grad():
+        (found,) = model([("vision", vision_inputs(description, items))])
+        for row, item in zip(found, items, strict=True):
+            alone = plain(**vision_inputs(description, [item])).last_hidden_state[0, -1]
+            torch.testing.assert_close(row, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [*EVERY, COMPOSED])
+def test_an_item_is_the_same_whatever_it_is_batched_with(make):
+    model = built(make).eval()
+    description = model.description
+    with torch.no_grad():
+        for lane in description.lanes:
+            items = lane_items(lane)
+            (together,) = model([(lane, inputs_for(description, lane, items))])
+            for row, item in zip(together, items, strict=True):
+                (alone,) = model([(lane, inputs_for(description, lane, [item]))])
+                torch.testing.assert_close(alone[0], row, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [tiny.tiny_qwen3, tiny.tiny_mistral, tiny.tiny_gemma, tiny.tiny_qwen3_vl])
+def test_padding_on_the_left_and_on_the_right_give_the_same(make):
+    model = built(make).eval()
+    right, left = (model.description.with_(padding_side=side) for side in ("right", "left"))
+    with torch.no_grad():
+        model.description = right
+        (one,) = model([("text", text_inputs(right))])
+        model.description = left
+        (other,) = model([("text", text_inputs(left))])
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [tiny.tiny_qwen3, tiny.tiny_mistral, tiny.tiny_gemma])
+def test_bidirectional_attention_lets_the_first_token_see_the_last(make):
+    causal = built(make).eval()
+    open_ = built(make, bidirectional_attention=True, pooling="cls").eval()
+    assert describe(config_for(make, bidirectional_attention=True)).pooling == "mean"
+    first_tokens = ["red cat of the house", "red dog over the bridge"]
+    for texts in (first_tokens, [first_tokens[0]], ["red", first_tokens[1]]):  # without padding and with it
+        inputs = text_inputs(open_.description, texts)
+        with torch.no_grad():
+            hidden = causal.backbone(**inputs).last_hidden_state
+            (seen,) = open_([("text", inputs)])
+        start = inputs["attention_mask"].argmax(dim=1)
+        unseen = hidden[torch.arange(len(texts)), start]
+        assert not torch.allclose(seen, unseen, atol=1e-3)
+    with torch.no_grad():
+        (one,), (other,) = (open_([("text", text_inputs(open_.description, [text]))]) for text in first_tokens)
+    assert not torch.allclose(one, other, atol=1e-3)
+
+
+@pytest.mark.parametrize("make", [tiny.tiny_vitmae, tiny.tiny_dinov3])
+def test_what_pretraining_did_at_random_is_off(make):
+    model = built(make)
+    inputs = inputs_for(model.description, "image", pictures())
+    state = torch.random.get_rng_state()
+    for training in (True, False):
+        model.train(training)
+        (one,) = model([("image", inputs)])
+        (again,) = model([("image", inputs)])
+        assert torch.equal(one, again)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_masked_autoencoder_sees_all_patches():
+    model = built(tiny.tiny_vitmae)
+    inputs = inputs_for(model.description, "image", pictures())
+    assert model.backbone.config.mask_ratio == 0.0
+    assert model.backbone(**inputs).last_hidden_state.shape[1] == 1 + 16
+
+
+@pytest.mark.parametrize("make", [*EVERY, COMPOSED])
+def test_every_trained_parameter_gets_a_gradient_and_each_layer_is_a_unit(make):
+    model = built(make).train()
+    loss_of(model(parts_for(model.description))).backward()
+    assert [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None] == []
+    layers = layers_of(model.backbone)
+    assert len(layers) == (4 if make == COMPOSED else NUM_LAYERS.get(make, 2))
+    assert {type(layer).__name__ for layer in layers} == set(model.description.layer_classes)
+
+
+@pytest.mark.parametrize("make", [*EVERY, COMPOSED])
+def test_gradient_checkpointing_recomputes_each_layer_and_changes_nothing(make):
+    plain, saving = built(make).train(), built(make, gradient_checkpointing=True).train()
+    parts = parts_for(plain.description)
+    calls = Counter()
+    for number, layer in enumerate(layers_of(saving.backbone)):
+        for inner in list(layer.modules())[1:]:
+            inner.register_forward_hook(lambda module, *_, of=number: calls.update([(of, id(module))]))
+    outputs = saving(parts)
+    before = calls.copy()
+    loss_of(outputs).backward()
+    for number in range(len(layers_of(saving.backbone))):
+        # The recomputation ends with the last thing that the backward pass wants, so not every inner module runs again.
+        assert any(calls[key] == 2 * before[key] for key in calls if key[0] == number)
+    loss_of(plain(parts)).backward()
+    for (name, one), (_, other) in zip(plain.named_parameters(), saving.named_parameters(), strict=True):
+        if one.requires_grad:
+            torch.testing.assert_close(other.grad, one.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_parts_of_one_call_are_the_calls_by_themselves():
+    model = built(tiny.tiny_clip).eval()
+    parts = parts_for(model.description)
+    with torch.no_grad():
+        together = model([*parts, parts[0]])
+        apart = [model([part])[0] for part in (*parts, parts[0])]
+    for one, other in zip(together, apart, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_embeddings_are_float32_from_half_precision_and_float64_from_double():
+    half, double = built(tiny.tiny_bert, torch_dtype="bfloat16", pure_dtype=True), built(tiny.tiny_bert).double()
+    inputs = text_inputs(half.description)
+    assert half.backbone.dtype == torch.bfloat16
+    assert half([("text", inputs)])[0].dtype == torch.float32
+    assert double([("text", inputs)])[0].dtype == torch.float64
+
+
+def test_a_mask_of_ones_may_be_left_out():
+    model = built(tiny.tiny_qwen3).eval()
+    inputs = text_inputs(model.description, ["red cat", "red dog"])
+    assert inputs["attention_mask"].all()
+    with torch.no_grad():
+        (one,) = model([("text", inputs)])
+        (other,) = model([("text", {"input_ids": inputs["input_ids"]})])
+        masked = model.backbone(**inputs, use_cache=False).last_hidden_state[:, -1]
+    assert torch.equal(one, other)
+    torch.testing.assert_close(one, masked, atol=1e-6, rtol=1e-6)

@@ -1,0 +1,1 @@
+"""From tensors to embeddings: backbones, pooling, heads, adapters, and the saved model."""

@@ -1,0 +1,221 @@
+"""Low-rank adapters: which layers get one, how they are trained, merged into the weights, saved alone and read back."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.models.backbones import layers_of
+from vembed.models.description import Family
+from vembed.models.quantized import dequantized, is_quantized, quieten_bitsandbytes
+from vembed.models.sources import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
+from vembed.models.towers import names_frozen_by, towers_of
+from vembed.models.two_towers import TwoTowers
+
+log = logging.getLogger(__name__)
+
+_NAME = "default"
+_DOWN = f".lora_A.{_NAME}.weight"
+"""What the name of each adapter's first matrix ends with."""
+_PREFIX = "base_model.model."
+"""What peft's files put before the backbone's own names."""
+_PROJECTIONS: dict[Family, dict[str, tuple[str, ...]]] = {
+    "clip": {"text": ("text_projection",), "vision": ("visual_projection",)},
+    "siglip": {"text": ("text_model.head",)},
+}
+"""Linear layers behind the towers, which get an adapter with the tower."""
+
+
+def wants_adapters(config: TrainConfig) -> bool:
+    """Whether the run trains adapters instead of the weights."""
+    return config.use_lora or config.use_qlora
+
+
+def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> None:
+    """Put adapters into the backbone and freeze everything else in it."""
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds, which runs without adapters need not wait
+
+    quieten_bitsandbytes()  # peft imports it while it looks for layers in 4 bits
+    frozen = names_frozen_by(backbone, family, config.freeze)
+    names = [name for name in target_names(backbone, family, config) if f"{name}.weight" not in frozen]
+    if not names:
+        raise UserError(
+            f"lora_target_modules: {config.lora_target_modules} with freeze: {config.freeze} leaves no layer of "
+            f"{config.model_name} to adapt; freeze less of it"
+        )
+    settings = LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=name_pattern(names, [name for name, _ in backbone.named_modules()]),
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        fan_in_fan_out=any(isinstance(backbone.get_submodule(name), Conv1D) for name in names),
+        base_model_name_or_path=_lasting_name(config.model_name),
+        revision=config.model_revision,
+        task_type="FEATURE_EXTRACTION",
+    )
+    inject_adapter_in_model(settings, backbone, adapter_name=_NAME)
+    if isinstance(backbone, TwoTowers):  # its projections are new, so they are trained as a whole
+        for name, parameter in backbone.named_parameters():
+            parameter.requires_grad |= "_projection." in name and name not in frozen
+    for parameter in backbone.parameters():
+        if parameter.requires_grad and not config.pure_dtype:
+            parameter.data = parameter.data.float()
+    kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
+    log.info(
+        "LoRA: rank %d, alpha %d on %d layers (%s)", config.lora_r, config.lora_alpha, len(names), ", ".join(kinds)
+    )
+
+
+def _lasting_name(model_name: str) -> str:
+    """The base model's name in the adapter's files: a folder's is absolute, so that it holds wherever it is read."""
+    path = Path(model_name).expanduser()
+    return str(path.resolve()) if path.is_dir() else model_name
+
+
+# ---- which layers ----------------------------------------------------------------------------------------------
+
+
+def target_names(backbone: nn.Module, family: Family, config: TrainConfig) -> list[str]:
+    """Names of the layers that get an adapter."""
+    prefixes = _chosen_towers(family, config)
+    linear = [name for name in linear_names(backbone) if name.startswith(prefixes)]
+    inside = set(linear_names_inside_layers(backbone))
+    projections = _PROJECTIONS.get(family, {})
+    towers = projections if config.lora_towers == "all" else [config.lora_towers]
+    behind = [name for tower in towers for name in projections.get(tower, ())]
+    wanted = config.lora_target_modules
+    if wanted == "auto":
+        return [name for name in linear if name in inside] + behind
+    every = linear + [name for name in behind if name not in linear]
+    return every if wanted == "all-linear" else _named(wanted, every)
+
+
+def _chosen_towers(family: Family, config: TrainConfig) -> tuple[str, ...]:
+    towers = towers_of(family)
+    if config.lora_towers == "all":
+        return tuple(towers.values())
+    if config.lora_towers not in towers:
+        raise UserError(
+            f"lora_towers: {config.lora_towers} is no tower of {config.model_name}, a {family} model; "
+            f"it has {' and '.join(towers)}"
+        )
+    return (towers[config.lora_towers],)
+
+
+def _named(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:
+    """Layers whose name is, or ends with, one of the wanted ones."""
+    for one in wanted:
+        if not any(name == one or name.endswith("." + one) for name in linear):
+            known = sorted({name.rsplit(".", 1)[-1] for name in linear})
+            raise UserError(f"lora_target_modules: {one} is no linear layer of this model; it has {', '.join(known)}")
+    return [name for name in linear if any(name == one or name.endswith("." + one) for one in wanted)]
+
+
+def linear_names(backbone: nn.Module) -> list[str]:
+    """Names of the linear layers, less those in torch's own attention module, which uses their weights directly."""
+    own = tuple(f"{name}." for name, module in backbone.named_modules() if isinstance(module, nn.MultiheadAttention))
+    return [
+        name
+        for name, module in backbone.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and not (own and name.startswith(own))
+    ]
+
+
+def linear_names_inside_layers(backbone: nn.Module) -> list[str]:
+    """Names of the linear layers of attention and feed-forward: those inside the transformer layers."""
+    inner = {id(module) for layer in layers_of(backbone) for module in layer.modules()}
+    return [name for name in linear_names(backbone) if id(backbone.get_submodule(name)) in inner]
+
+
+def name_pattern(names: Sequence[str], every: Sequence[str]) -> str:
+    """A regular expression for just these names: short where equal layers are meant, or else one by one."""
+    general = sorted({re.sub(r"\.\d+\.", lambda _: r"\.\d+\.", name) for name in names})
+    escaped = [re.sub(r"(?<!\\)\.", r"\.", one) for one in general]
+    pattern = "(?:" + "|".join(escaped) + ")"
+    if {name for name in every if re.fullmatch(pattern, name)} != set(names):
+        pattern = "(?:" + "|".join(re.escape(name) for name in names) + ")"
+    return pattern
+
+
+# ---- weights in and out ----------------------------------------------------------------------------------------
+
+
+def has_adapters(backbone: nn.Module) -> bool:
+    """Whether there are adapters in the backbone."""
+    return any(name.endswith(_DOWN) for name, _ in backbone.named_parameters())
+
+
+def merged_state(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The backbone's whole state dict under the names that it has without adapters, each adapter added to its weight.
+
+    `state` is by the backbone's names, gathered where it is sharded: of the modules only settings are read. Weights
+    held in 4 bits come out in float32, as they count in the model.
+    """
+    merged = dict(state)
+    for name, module in backbone.named_modules():
+        if is_quantized(module):
+            merged[f"{name}.weight"] = dequantized(module, merged[f"{name}.weight"])
+            for key in [key for key in merged if key.startswith(f"{name}.weight.")]:
+                del merged[key]
+    for name in [key.removesuffix(_DOWN) for key in state if key.endswith(_DOWN)]:
+        layer: Any = backbone.get_submodule(name)
+        weight = merged.pop(f"{name}.base_layer.weight")
+        down, up = (merged.pop(f"{name}.lora_{part}.{_NAME}.weight").float() for part in "AB")
+        magnitude = merged.pop(f"{name}.lora_magnitude_vector.{_NAME}.weight", None)
+        change = up @ down * layer.scaling[_NAME]
+        merged[f"{name}.weight"] = _merged(weight, change, magnitude, transposed=layer.fan_in_fan_out)
+        if f"{name}.base_layer.bias" in merged:
+            merged[f"{name}.bias"] = merged.pop(f"{name}.base_layer.bias")
+    return merged
+
+
+def _merged(weight: Tensor, change: Tensor, magnitude: Tensor | None, *, transposed: bool) -> Tensor:
+    whole = (weight.T if transposed else weight).float() + change.to(weight.device)
+    if magnitude is not None:  # DoRA: the direction is that of the sum, the length of each row is learned
+        whole = whole * (magnitude.float().to(weight.device) / whole.norm(dim=1)).unsqueeze(1)
+    return (whole.T.contiguous() if transposed else whole).to(weight.dtype)
+
+
+def save_adapter(folder: str | Path, backbone: Any, state: Mapping[str, Tensor]) -> Path:
+    """The adapter alone, in peft's layout; `state` is the backbone's whole state dict by its own names."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {_name_in_file(key): tensor.contiguous() for key, tensor in state.items() if ".lora_" in key}
+    save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    backbone.peft_config[_NAME].save_pretrained(folder)
+    return folder
+
+
+def _name_in_file(key: str) -> str:
+    """peft leaves out the adapter's name, and writes DoRA's vector without the `.weight` that it has in the module."""
+    bare = key.replace(f".{_NAME}.", ".")
+    return _PREFIX + bare.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+
+
+def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
+    """Add a saved adapter to the weights of a backbone that has none."""
+    settings = read_json(folder / ADAPTER_CONFIG)
+    weights = {key.removeprefix(_PREFIX): tensor for key, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
+    transposed = {name for name, module in backbone.named_modules() if isinstance(module, Conv1D)}
+    rank = settings["r"]
+    scaling = settings["lora_alpha"] / (rank**0.5 if settings.get("use_rslora") else rank)
+    with torch.no_grad():
+        for key in [key for key in weights if key.endswith(".lora_A.weight")]:
+            name = key.removesuffix(".lora_A.weight")
+            parameter: Any = backbone.get_submodule(name).weight
+            change = weights[f"{name}.lora_B.weight"].float() @ weights[key].float() * scaling
+            magnitude = weights.get(f"{name}.lora_magnitude_vector")
+            parameter.copy_(_merged(parameter, change, magnitude, transposed=name in transposed))
+    log.info("adapter of %s merged into its base model", folder)

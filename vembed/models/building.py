@@ -1,0 +1,143 @@
+"""The parts of an EmbeddingModel, each with its weights in the right dtype: backbone, towers, head, scale and bias."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.models import backbones, cpu_kernels, precision
+from vembed.models.adapters import linear_names_inside_layers, merge_saved_adapter, wants_adapters
+from vembed.models.description import DESCRIPTION_FILE, ModelDescription
+from vembed.models.families import has_mrl_projection
+from vembed.models.heads import Dense, Head, load_dense, mrl_projection
+from vembed.models.quantized import arithmetic_dtype, four_bit, rounded_to_four_bits
+from vembed.models.sources import read_model
+from vembed.models.towers import frozen_towers, tower_module
+from vembed.models.two_towers import TwoTowers
+
+log = logging.getLogger(__name__)
+
+
+def build_head(config: TrainConfig, description: ModelDescription) -> Head | None:
+    """The model's own Dense modules, then the MRL projection where this run has one."""
+    files = read_model(config.model_name, config.model_revision).sentence_transformers
+    modules: list[Dense] = [load_dense(folder) for folder in files.dense] if files is not None else []
+    size = modules[-1].linear.out_features if modules else description.hidden_dim
+    added = None
+    if has_mrl_projection(config, description.mrl_dims, size):
+        added = mrl_projection(size, description.embedding_dim)
+    return Head(modules, added) if modules or added is not None else None
+
+
+def build_backbone(
+    config: TrainConfig, description: ModelDescription, device: torch.device, *, meta: bool
+) -> nn.Module:
+    """The family's backbone with its weights; with `meta` its parameters are empty. `device`: where it will compute."""
+    folder = Path(description.source)
+    text: nn.Module = _load(config, description, folder, device, meta=meta)
+    if description.adapter is not None and not meta:
+        if description.quantized:
+            _round_layers(text)
+        merge_saved_adapter(text, Path(description.adapter))
+    if description.family != "composed":
+        return text
+    assert description.image_source is not None
+    assert description.text_hidden_dim is not None and description.image_hidden_dim is not None
+    image = _load(config, description, Path(description.image_source), device, meta=meta)
+    towers = TwoTowers(
+        text,
+        image,
+        text_dim=description.text_hidden_dim,
+        image_dim=description.image_hidden_dim,
+        shared_dim=description.hidden_dim,
+    )
+    if (folder / DESCRIPTION_FILE).is_file():
+        towers.load_projections(folder)
+    return towers
+
+
+def empty_backbone(description: ModelDescription) -> nn.Module:
+    """The backbone without values, adapters or 4-bit layers: its class and settings, for writing files."""
+    plain = TrainConfig(model_name=description.name, data_path=[])
+    return build_backbone(plain, description, torch.device("cpu"), meta=True)
+
+
+def _load(
+    config: TrainConfig, description: ModelDescription, folder: Path, device: torch.device, *, meta: bool
+) -> PreTrainedModel:
+    trust = description.trust_remote_code
+    model_config = backbones.read_config(folder, trust_remote_code=trust)
+    backbones.adjust_config(model_config, bidirectional=description.bidirectional_attention)
+    chosen = backbones.model_class(model_config, trust_remote_code=trust)
+    adapted = wants_adapters(config)
+    kernel, reason = precision.attention_kernel(config, chosen, device)
+    if kernel == "sdpa" and config.attn_implementation == "auto" and device.type == "cpu":
+        kernel = cpu_kernels.register()
+    if not meta:
+        log.info("attention: %s (%s)", kernel or "the model's own", reason)
+    backbone = backbones.load_backbone(
+        folder,
+        model_config,
+        dtype=precision.wanted_dtype(config) if adapted else precision.trained_dtype(config),
+        quantization=_four_bit(config, chosen, model_config, device) if config.use_qlora else None,
+        device=device,
+        attn_implementation=kernel,
+        trust_remote_code=trust,
+        meta=meta,
+    )
+    if description.bidirectional_attention:
+        backbones.see_all_tokens(backbone)
+    backbones.share_embeddings(backbone)
+    return backbone
+
+
+def _four_bit(
+    config: TrainConfig, chosen: type[PreTrainedModel], model_config: PretrainedConfig, device: torch.device
+) -> BitsAndBytesConfig:
+    """All linear layers inside the transformer layers are held in 4 bits, those before and behind them are not."""
+    with torch.device("meta"):
+        empty: nn.Module = chosen(model_config)
+    inside = set(linear_names_inside_layers(empty))
+    if any(isinstance(empty.get_submodule(name), Conv1D) for name in inside):
+        raise UserError(f"use_qlora: {chosen.__name__} stores its layers transposed, which 4 bits cannot; use use_lora")
+    skip = [name for name, module in empty.named_modules() if isinstance(module, nn.Linear) and name not in inside]
+    return four_bit(arithmetic_dtype(config, device), skip)
+
+
+def _round_layers(backbone: nn.Module) -> None:
+    with torch.no_grad():
+        for name in linear_names_inside_layers(backbone):
+            weight: Any = backbone.get_submodule(name).weight
+            weight.copy_(rounded_to_four_bits(weight))
+
+
+def cast_frozen_towers(config: TrainConfig, description: ModelDescription, backbone: nn.Module) -> None:
+    """Towers of which nothing is trained need no float32 masters. A tower that is trained in part keeps one dtype."""
+    for tower in frozen_towers(backbone, description.family):
+        folder = description.image_source if tower == "vision" and description.image_source else description.source
+        own = backbones.file_dtype(backbones.read_config(Path(folder), trust_remote_code=description.trust_remote_code))
+        dtype = precision.frozen_dtype(config, own)
+        log.info("%s tower: frozen, held in %s", tower, dtype)
+        tower_module(backbone, description.family, tower).to(dtype)
+
+
+def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
+    """What CLIP or SigLIP was trained with; from the file, since the model's parameters may be empty or sharded."""
+    if description.family not in ("clip", "siglip"):
+        return None
+    found = {"logit_scale": 0.0, "logit_bias": 0.0}
+    for path in sorted(Path(description.source).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in found.keys() & set(file.keys()):
+                found[name] = float(file.get_tensor(name))
+    return math.exp(found["logit_scale"]), found["logit_bias"]

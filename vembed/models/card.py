@@ -1,0 +1,220 @@
+"""The model card: README.md of a saved model: what it is, how to use it, what it was trained on, what it scores."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from vembed.models.description import ModelDescription
+
+_SECRET_NAME = re.compile(r"token|secret|password|passwd|credential|api_?key|auth", re.IGNORECASE)
+_SECRET_VALUE = re.compile(
+    r"\b(hf_\w{8,}|sk-\w{8,}|ghp_\w{8,}|github_pat_\w{8,}|AKIA\w{12,})|(?<=//)[^/\s@]+:[^/\s@]+@"
+)
+_NOT_SECRET = {"micro_batch_tokens", "kept_graph_tokens", "eval_batch_tokens"}
+"""Options that count tokens of text."""
+_NOT_SHOWN = {
+    "output_dir",
+    "run_name",
+    "log_file",
+    "report_to",
+    "wandb_project",
+    "wandb_tags",
+    "debug",
+    "resume",
+    "image_root",
+}
+"""Options that say nothing about the model."""
+_LOCAL_PATH = re.compile(r"(?<![\w.:/~])[/~][^\s:,;)]*/")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a run knows about the model it saves, beyond the model itself."""
+
+    data: tuple[str, ...] = ()
+    """One line for each source of training data."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the run that differ from their defaults. Secrets and folders of the machine are left out."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    before: Mapping[str, float] = field(default_factory=dict)
+    """The same metrics before training."""
+    num_steps: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def render_card(description: ModelDescription, card: Card, *, adapter_alone: bool = False) -> str:
+    """The whole README.md: YAML front matter for the Hub, then the text. `adapter_alone`: the folder has no other
+    weights."""
+    name = base_model_name(description)
+    loads_in_sentence_transformers = description.family != "composed"
+    front: dict[str, Any] = {"library_name": "sentence-transformers" if loads_in_sentence_transformers else "vembed"}
+    front["tags"] = [
+        *(["sentence-transformers"] if loads_in_sentence_transformers else []),
+        "feature-extraction",
+        "vembed",
+    ]
+    front["pipeline_tag"] = "sentence-similarity" if description.lanes == ("text",) else "feature-extraction"
+    if name is not None:
+        front["base_model"] = name
+    sections = [
+        "---\n" + yaml.safe_dump(front, sort_keys=False) + "---",
+        _what(description, name),
+        _adapter(description) if adapter_alone else "",
+        _usage(description, loads_in_sentence_transformers),
+        _scores(card),
+        _training(card),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def base_model_name(description: ModelDescription) -> str | None:
+    """The Hub name that the model was tuned from; None for a folder of this machine, which is nobody's business."""
+    name = description.name
+    if not name or name == description.source or name.startswith((".", "~", "/")) or not _HUB_NAME.fullmatch(name):
+        return None
+    return name if "/" in name else None
+
+
+def _what(description: ModelDescription, name: str | None) -> str:
+    origin = f"[{name}](https://huggingface.co/{name})" if name else f"a model of the family {description.family}"
+    rows = [
+        ("Embedding size", f"{description.embedding_dim:,d}"),
+        ("Inputs", _inputs(description)),
+        ("Longest text", f"{description.max_length:,d} tokens"),
+        ("Pooling", "the model's own projected features" if description.pooling == "own" else description.pooling),
+        ("Similarity", description.similarity),
+    ]
+    if description.mrl_dims:
+        sizes = ", ".join(f"{size:,d}" for size in description.mrl_dims)
+        rows.append(("Matryoshka sizes", f"{sizes} (the first coordinates are an embedding by themselves)"))
+    if description.query_prompt:
+        rows.append(("Query prompt", _code(description.query_prompt)))
+    if description.document_prompt:
+        rows.append(("Document prompt", _code(description.document_prompt)))
+    return f"# Embedding model\n\nTuned by vembed from {origin}.\n\n" + _table(("", ""), rows)
+
+
+def _adapter(description: ModelDescription) -> str:
+    text = (
+        "This folder holds an adapter (LoRA) alone; the model below it is read from where `adapter_config.json` says. "
+        "`vembed export <folder> --merge` makes one model of both."
+    )
+    if description.quantized:
+        text += (
+            " The weights below were held in 4 bits while the adapter was trained. vembed rounds them in the same way; "
+            "other programs take them as they are, and give slightly different embeddings unless the model is merged."
+        )
+    return text
+
+
+def _inputs(description: ModelDescription) -> str:
+    if description.lanes == ("text",):
+        return "text"
+    if description.lanes == ("image",):
+        return "images"
+    return "text and images" if "vision" not in description.lanes else "text, images, or both together"
+
+
+def _usage(description: ModelDescription, loads_in_sentence_transformers: bool) -> str:
+    queries, documents = '["a query"]', '["a document"]'
+    if description.lanes != ("text",):
+        documents = '["document.jpg"]'
+    if "text" not in description.lanes:
+        queries = '["query.jpg"]'
+    lines = ["## Usage", ""]
+    if loads_in_sentence_transformers:
+        lines += [
+            "```python",
+            "from sentence_transformers import SentenceTransformer",
+            "",
+            'model = SentenceTransformer("path/to/this/folder")',
+            f"queries = model.encode_query({queries})",
+            f"documents = model.encode_document({documents})",
+            "print(model.similarity(queries, documents))",
+            "```",
+            "",
+            "or, without Sentence Transformers:",
+            "",
+        ]
+    else:
+        lines += [
+            "Sentence Transformers cannot load this model: it has two towers that were not made for each other.",
+            "",
+        ]
+    queries, documents = (re.sub(r'("\w+\.jpg")', r'{"image": \1}', example) for example in (queries, documents))
+    lines += [
+        "```python",
+        "import vembed",
+        "",
+        'model = vembed.Embedder("path/to/this/folder")',
+        f'queries = model.encode({queries}, kind="query")',
+        f'documents = model.encode({documents}, kind="document")',
+        "```",
+    ]
+    return "\n".join(lines)
+
+
+def _scores(card: Card) -> str:
+    if not card.scores:
+        return ""
+    if not card.before:
+        return "## Scores\n\n" + _table(
+            ("metric", "score"), [(key, f"{value:.4f}") for key, value in card.scores.items()]
+        )
+    rows = [
+        (key, f"{card.before[key]:.4f}" if key in card.before else "", f"{value:.4f}")
+        for key, value in card.scores.items()
+    ]
+    return "## Scores\n\n" + _table(("metric", "before", "after"), rows)
+
+
+def _training(card: Card) -> str:
+    lines = []
+    if card.data:
+        lines += ["## Training data", "", *(f"- {_without_secrets(_without_folders(line))}" for line in card.data), ""]
+    if card.settings or card.num_steps is not None:
+        shown = {
+            key: _without_secrets(_shown(value))
+            for key, value in card.settings.items()
+            if key not in _NOT_SHOWN and (key in _NOT_SECRET or not _SECRET_NAME.search(key))
+        }
+        steps = [] if card.num_steps is None else [("steps done", f"{card.num_steps:,d}")]
+        lines += ["## Training settings", "", _table(("option", "value"), [*shown.items(), *steps]), ""]
+    if card.versions:
+        lines += ["## Versions", "", ", ".join(f"{name} {version}" for name, version in card.versions.items())]
+    return "\n".join(lines).rstrip()
+
+
+def _shown(value: Any) -> str:
+    """A setting as text; of a folder or file of this machine only its name."""
+    if isinstance(value, str):
+        return _without_folders(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_shown(inner)}" for key, inner in value.items() if not _SECRET_NAME.search(str(key)))
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
+    return str(value)
+
+
+def _without_folders(text: str) -> str:
+    return _LOCAL_PATH.sub("", text.rstrip("/"))
+
+
+def _without_secrets(text: str) -> str:
+    return _SECRET_VALUE.sub("***", text)
+
+
+def _code(text: str) -> str:
+    return "`" + text.replace("\n", "\\n").replace("`", "'") + "`"
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)

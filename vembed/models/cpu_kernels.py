@@ -1,0 +1,153 @@
+"""Dropout, and attention with dropout, for training on CPUs: random bits drawn in bulk, scores kept in the caches.
+
+torch draws one number for each element, one after the other: on a CPU that alone is a third of a small encoder's step,
+and attention with dropout falls back to a path that writes every intermediate matrix to memory. Here four 16-bit draws
+come from each 64-bit number, and attention goes through the batch in pieces whose score matrices stay in the caches.
+The mathematics is the same; the draws are others, and depend on torch's seed alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+IMPLEMENTATION = "vembed_cpu"
+"""Name under which Transformers finds `attention`."""
+SCORES_AT_ONCE = 2**19
+"""Elements of the score matrices of one piece: 2 MB in float32."""
+LEVELS = 2**16
+
+
+def keep_mask(shape: torch.Size, p: float) -> tuple[Tensor, float]:
+    """Which elements dropout keeps, and what they are multiplied by; `p` is rounded to a 65,536th."""
+    count = shape.numel()
+    kept_levels = round((1.0 - p) * LEVELS)
+    bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    return (bits[:count] < kept_levels - LEVELS // 2).view(shape), LEVELS / kept_levels
+
+
+class CpuDropout(nn.Dropout):
+    """nn.Dropout with bulk draws; on other devices nn.Dropout itself."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        """The same as nn.Dropout, with other draws."""
+        if not self.training or self.p in (0.0, 1.0) or values.device.type != "cpu":
+            return super().forward(values)
+        mask, scale = keep_mask(values.shape, self.p)
+        dropped: Tensor = _Dropped.apply(values, mask, scale)  # type: ignore[no-untyped-call]
+        return dropped
+
+
+class _Dropped(torch.autograd.Function):
+    """values * mask * scale in one pass, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        dropped: Tensor = torch.ops.aten.native_dropout_backward(values, mask, scale)
+        return dropped
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return torch.ops.aten.native_dropout_backward(gradients[0].contiguous(), mask, ctx.scale), None, None
+
+
+class _DroppedAttention(torch.autograd.Function):
+    """dropout(softmax(q k^T * scaling + mask)) v, a few rows of the batch at a time; keeps probabilities and draws."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, scaling: float
+    ) -> Tensor:
+        rows, heads, length, _ = query.shape
+        step = max(1, SCORES_AT_ONCE // max(1, heads * length * key.shape[2]))
+        output = torch.empty(*query.shape[:3], value.shape[3], dtype=value.dtype)
+        saved: list[Tensor] = []
+        scale = 1.0
+        for start in range(0, rows, step):
+            piece = slice(start, start + step)
+            scores = torch.matmul(query[piece] * scaling, key[piece].transpose(2, 3))
+            if mask is not None:
+                part = mask[piece] if mask.shape[0] > 1 else mask
+                if part.dtype == torch.bool:
+                    scores.masked_fill_(~part, torch.finfo(scores.dtype).min)
+                else:
+                    scores += part
+            probabilities = torch.softmax(scores, dim=-1)
+            kept, scale = keep_mask(probabilities.shape, p)
+            dropped = torch.ops.aten.native_dropout_backward(probabilities, kept, scale)
+            output[piece] = torch.matmul(dropped, value[piece])
+            saved += [probabilities, kept]
+        ctx.save_for_backward(query, key, value, *saved)
+        ctx.step, ctx.scale, ctx.scaling = step, scale, scaling
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *saved = ctx.saved_tensors
+        grad_query, grad_key, grad_value = (torch.empty_like(one) for one in (query, key, value))
+        for number, start in enumerate(range(0, query.shape[0], ctx.step)):
+            piece = slice(start, start + ctx.step)
+            probabilities, kept = saved[2 * number], saved[2 * number + 1]
+            gradient = gradients[0][piece]
+            dropped = torch.ops.aten.native_dropout_backward(probabilities, kept, ctx.scale)
+            grad_value[piece] = torch.matmul(dropped.transpose(2, 3), gradient)
+            through = torch.matmul(gradient, value[piece].transpose(2, 3))
+            through = torch.ops.aten.native_dropout_backward(through, kept, ctx.scale)
+            scores = torch.ops.aten._softmax_backward_data(through, probabilities, -1, probabilities.dtype)
+            grad_query[piece] = torch.matmul(scores, key[piece]).mul_(ctx.scaling)
+            grad_key[piece] = torch.matmul(scores.transpose(2, 3), query[piece]).mul_(ctx.scaling)
+        return grad_query, grad_key, grad_value, None, None, None
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' interface of attention functions: sdpa, except where dropout on a CPU would make it slow."""
+    causal = module.__dict__.get("is_causal", False) if is_causal is None else is_causal
+    plain = (
+        dropout in (0.0, 1.0)
+        or query.device.type != "cpu"
+        or torch.is_autocast_enabled("cpu")
+        or key.shape[1] != query.shape[1]
+        or (causal and attention_mask is None)
+    )
+    if plain:
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+        )
+        return output, None
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    arguments = (query, key, value, attention_mask, dropout, scaling)
+    dropped: Tensor = _DroppedAttention.apply(*arguments)  # type: ignore[no-untyped-call]
+    return dropped.transpose(1, 2).contiguous(), None
+
+
+def use_cpu_kernels(backbone: nn.Module) -> int:
+    """Give every dropout of the model bulk draws; how many there were. Attention is chosen when the model is loaded."""
+    found = [module for module in backbone.modules() if type(module) is nn.Dropout and module.p > 0.0]
+    for module in found:
+        module.__class__ = CpuDropout
+    return len(found)
+
+
+def register() -> str:
+    """Make `attention` known to Transformers and return its name."""
+    AttentionInterface.register(IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+    return IMPLEMENTATION

@@ -1,0 +1,201 @@
+"""EmbeddingModel: backbone, pooling and head in one forward, with what the step and the saved files need to know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.models import backbones, cpu_kernels, precision
+from vembed.models.adapters import add_adapters, wants_adapters
+from vembed.models.building import build_backbone, build_head, cast_frozen_towers, scale_and_bias
+from vembed.models.description import Lane, ModelDescription
+from vembed.models.families import describe
+from vembed.models.heads import Dense, Head, principal_components
+from vembed.models.lanes import (
+    image_features,
+    num_image_features,
+    project,
+    takes_image_features,
+    tower_features,
+)
+from vembed.models.quantized import settle
+from vembed.models.towers import freeze_parts, freeze_unused, frozen_towers, tower_module, towers_of_lane
+
+Part = tuple[str, dict[str, Tensor]]
+FEATURES = "features"
+"""Key of inputs that are a tower's features already: the tower is left out."""
+
+
+class EmbeddingModel(nn.Module):
+    """A backbone, its pooling and a head. The forward takes parts, so that one call can run several towers."""
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        backbone: nn.Module,
+        head: Head | None = None,
+        *,
+        scale_and_bias: tuple[float, float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.description = description
+        self.backbone = backbone
+        self.head = head
+        self._scale_and_bias = scale_and_bias
+        self._projects = True
+
+    def forward(self, parts: list[Part], *, features_only: bool = False, images_only: bool = False) -> list[Tensor]:
+        """For each (lane, inputs): the [n, embedding_dim] embeddings, not normalised, in at least float32.
+
+        `features_only`: what the towers give, before projections and head. Handed back as {"features": ...}, they are
+        the inputs of a lane whose tower is left out. `images_only`, for the vision lane alone: what the image tower
+        gives, which can take the place of the pixels in its inputs.
+        """
+        if images_only:
+            return [_wide(image_features(self.backbone, inputs)) for _, inputs in parts]
+        return [self._embed(lane, inputs, features_only) for lane, inputs in parts]
+
+    def _embed(self, lane: str, inputs: dict[str, Tensor], features_only: bool) -> Tensor:
+        features = inputs.get(FEATURES)
+        if features is None:
+            features = tower_features(self.description, self.backbone, lane, inputs)
+        if not features_only:
+            features = project(self.description, self.backbone, lane, features)
+            if self.head is not None and self._projects:
+                features = self.head(features)
+            elif self.head is not None:
+                features = self.head.without_last(features)
+        wide = _wide(features)
+        return wide.clone() if wide is features else wide  # FSDP wants no views of what is inside
+
+    def train(self, mode: bool = True) -> Self:
+        """Training mode, except for towers of which nothing is trained: their features stay the same all the time."""
+        super().train(mode)
+        if mode:
+            for tower in frozen_towers(self.backbone, self.description.family):
+                tower_module(self.backbone, self.description.family, tower).eval()
+        return self
+
+    def frozen_lanes(self) -> list[Lane]:
+        """Lanes whose towers are all frozen: their features never change, so one forward pass of each input will do."""
+        frozen = frozen_towers(self.backbone, self.description.family)
+        return [lane for lane in self.description.lanes if set(towers_of_lane(lane)) <= set(frozen)]
+
+    def bytes_of_frozen_images(self) -> int | None:
+        """Bytes for each token of an image that the frozen image tower of a vision-language model gives, where what it
+        gave can be handed to the language model again; otherwise None."""
+        family = self.description.family
+        if family != "vision_language" or frozen_towers(self.backbone, family) != ["vision"]:
+            return None
+        if not takes_image_features(self.backbone):
+            return None
+        return 4 * self.description.hidden_dim * num_image_features(self.backbone)
+
+    # ---- the loss's learned scale and bias -------------------------------------------------------------------------
+
+    def initial_scale_and_bias(self) -> tuple[float, float] | None:
+        """Scale and bias that CLIP or SigLIP was trained with (CLIP's bias is 0); None for models without."""
+        return self._scale_and_bias
+
+    def write_scale_and_bias(self, scale: float, bias: float, state: dict[str, Tensor]) -> None:
+        """Put what the loss has learned into a whole state dict of this model, under the backbone's own names."""
+        for name, value in (("logit_scale", torch.tensor(scale).log()), ("logit_bias", torch.tensor(bias))):
+            key = f"backbone.{name}"
+            if key in state:
+                state[key] = value.to(state[key].dtype).expand(state[key].shape).clone()
+
+    # ---- the MRL projection ----------------------------------------------------------------------------------------
+
+    @property
+    def mrl_projection(self) -> Dense | None:
+        """The linear layer that this run added for its MRL dims; None where it added none."""
+        return None if self.head is None else self.head.added
+
+    @contextmanager
+    def without_mrl_projection(self) -> Iterator[None]:
+        """The forward gives what the MRL projection would be given: the sample for its start."""
+        self._projects = self.mrl_projection is None
+        try:
+            yield
+        finally:
+            self._projects = True
+
+    def start_mrl_projection(self, sample: Tensor) -> None:
+        """Start the MRL projection from the principal components of `sample` [n, size before the projection]."""
+        projection = self.mrl_projection
+        if projection is None:
+            raise UserError(
+                "mrl_projection_init: pca needs an MRL projection, and this run has none; set mrl_projection: true"
+            )
+        weight = projection.linear.weight
+        with torch.no_grad():
+            weight.copy_(principal_components(sample.to(weight.device), weight.shape[0]))
+
+
+def _wide(features: Tensor) -> Tensor:
+    return features if features.dtype == torch.float64 else features.float()
+
+
+def build_model(
+    config: TrainConfig,
+    description: ModelDescription,
+    *,
+    device: torch.device | str = "cpu",
+    computes_on: torch.device | None = None,
+    meta: bool = False,
+) -> EmbeddingModel:
+    """The model that `config` trains, with its weights, on `device`. `computes_on`: where it will be moved to, if that
+    is another device. `meta`: with empty backbone parameters, for a process that is handed its weights by another
+    one."""
+    device = torch.device(device)
+    computes_on = computes_on or device
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # new weights depend on the seed alone, not on what was drawn before
+        backbone = build_backbone(config, description, computes_on, meta=meta and not config.use_qlora)
+        if wants_adapters(config):
+            add_adapters(backbone, description.family, config)
+            settle(backbone)
+        head = build_head(config, description)
+    model = EmbeddingModel(description, backbone, head, scale_and_bias=scale_and_bias(description))
+    freeze_unused(backbone, description.family, description.image_pooling or description.pooling)
+    if not wants_adapters(config):  # which keep out of frozen parts, and freeze all others themselves
+        freeze_parts(backbone, description.family, config.freeze)
+        cast_frozen_towers(config, description, backbone)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"freeze: {config.freeze} leaves nothing of {config.model_name} to train; freeze less of it")
+    if config.sync_batchnorm:
+        precision.share_batch_norms(model, computes_on)
+    if computes_on.type == "cpu":
+        cpu_kernels.use_cpu_kernels(backbone)
+    layers = backbones.layers_of(backbone)
+    if precision.wants_checkpointing(config):
+        precision.enable_checkpointing(layers)
+    if config.torch_compile:
+        precision.compile_layers(layers)
+    return model if meta else model.to(device)
+
+
+def load_embedder(
+    directory: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    trust_remote_code: bool = False,
+) -> EmbeddingModel:
+    """A saved model, ready for use: in evaluation mode, nothing trainable, by default in the dtype of its file."""
+    config = TrainConfig(
+        model_name=str(directory),
+        data_path=[],
+        torch_dtype=torch_dtype,
+        pure_dtype=True,
+        trust_remote_code=trust_remote_code,
+    )
+    model = build_model(config, describe(config), device=device)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,327 @@
+"""What a model is: the one place that knows every family, and decides pooling, prompts, lengths and sizes for a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.models import backbones
+from vembed.models.description import DESCRIPTION_FILE, Family, Lane, ModelDescription, Pooling
+from vembed.models.facts import Facts, gather, is_causal
+from vembed.models.sources import model_folder, read_json
+from vembed.models.text_settings import max_length, padding_side, prompts
+
+CLIP_TYPES = frozenset({"clip", "metaclip_2"})
+SIGLIP_TYPES = frozenset({"siglip", "siglip2"})
+VISION_LANGUAGE_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+SMALLEST_MRL_DIM = 64
+
+_LANES: dict[Family, tuple[Lane, ...]] = {
+    "text_encoder": ("text",),
+    "text_decoder": ("text",),
+    "clip": ("text", "image"),
+    "siglip": ("text", "image"),
+    "image_encoder": ("image",),
+    "vision_language": ("text", "vision"),
+    "composed": ("text", "image"),
+}
+
+
+def describe(config: TrainConfig) -> ModelDescription:
+    """What `config.model_name` is and how this run uses it, with the reason for each decision."""
+    facts = gather(config)
+    family = _family(facts)
+    shape = backbones.shape_of(facts.model_config, family, trust_remote_code=config.trust_remote_code)
+    bidirectional = _bidirectional(facts, family)
+    pooling = _pooling(facts, family, causal=is_causal(facts, family) and not bidirectional)
+    query_prompt, document_prompt = prompts(facts)
+    image = _image_tower(facts) if family == "composed" else None
+    hidden_dim = shape.hidden_dim if image is None else _shared_dim(facts, shape.hidden_dim, image.hidden_dim)
+    base_dim = _embedding_dim_before_mrl(facts, hidden_dim)
+    mrl_dims, embedding_dim = _matryoshka(facts, base_dim)
+    return ModelDescription(
+        family=family,
+        source=str(facts.backbone),
+        embedding_dim=embedding_dim,
+        hidden_dim=hidden_dim,
+        pooling=pooling,
+        lanes=_LANES[family],
+        layer_classes=shape.layer_classes if image is None else (*shape.layer_classes, *image.layer_classes),
+        max_length=max_length(facts, family),
+        padding_side=padding_side(facts, family),
+        query_prompt=query_prompt,
+        document_prompt=document_prompt,
+        similarity=_similarity(facts),
+        normalize=_normalize(facts),
+        truncate_dim=_truncate_dim(facts, embedding_dim),
+        mrl_dims=mrl_dims,
+        bidirectional_attention=bidirectional,
+        min_pixels=config.min_pixels if config.min_pixels is not None else facts.of_saved("min_pixels"),
+        max_pixels=config.max_pixels if config.max_pixels is not None else facts.of_saved("max_pixels"),
+        text_hidden_dim=None if image is None else shape.hidden_dim,
+        image_source=None if image is None else image.source,
+        image_hidden_dim=None if image is None else image.hidden_dim,
+        image_pooling=None if image is None else image.pooling,
+        adapter=None if facts.adapter is None else str(facts.adapter),
+        quantized=config.use_qlora or (facts.adapter is not None and bool(facts.of_saved("quantized"))),
+        name=config.model_name,
+        revision=config.model_revision,
+        trust_remote_code=config.trust_remote_code,
+        reasons=facts.reasons,
+    )
+
+
+# ---- family ----------------------------------------------------------------------------------------------------
+
+
+def _family(facts: Facts) -> Family:
+    detected, reason = _detect(facts)
+    asked = facts.config.model_family
+    if facts.config.image_model_name is not None:
+        if detected not in ("text_encoder", "text_decoder", "composed") or asked not in ("auto", "composed"):
+            raise UserError(
+                f"image_model_name adds an image tower to a text model, but {facts.config.model_name} is of the family "
+                f"{detected if asked == 'auto' else asked}; leave image_model_name out"
+            )
+        facts.reasons["family"] = f"image_model_name: {facts.config.image_model_name} is its second tower"
+        return "composed"
+    if asked == "composed" and detected != "composed":
+        raise UserError("model_family: composed needs image_model_name, the tower for images")
+    if asked == "auto":
+        facts.reasons["family"] = reason
+        return detected
+    text: tuple[Family, ...] = ("text_encoder", "text_decoder")
+    if asked != detected and not (asked in text and detected in text):
+        raise UserError(
+            f"model_family: {asked} does not fit {facts.config.model_name}, whose config.json makes it {detected} "
+            f"({reason}); leave model_family out"
+        )
+    facts.reasons["family"] = f"model_family says so; detected: {detected}, {reason}"
+    return asked
+
+
+def _detect(facts: Facts) -> tuple[Family, str]:
+    kind = facts.model_type
+    reason = f"model_type {kind} in config.json"
+    if facts.saved is not None:
+        return facts.saved.family, f"{DESCRIPTION_FILE} says so"
+    if kind in CLIP_TYPES:
+        return "clip", reason
+    if kind in SIGLIP_TYPES:
+        return "siglip", reason
+    if kind in VISION_LANGUAGE_TYPES:
+        return "vision_language", reason
+    if backbones.takes_pixels(facts.model_config, trust_remote_code=facts.config.trust_remote_code):
+        return "image_encoder", f"{reason}: its input is pixels"
+    if "vision_config" in facts.model_config.to_dict():
+        raise UserError(
+            f"{facts.config.model_name} is of the type {kind}, a vision-language model that vembed does not know; "
+            f"it knows {', '.join(sorted(VISION_LANGUAGE_TYPES | CLIP_TYPES | SIGLIP_TYPES))}"
+        )
+    if backbones.is_decoder_only(facts.model_config):
+        return "text_decoder", f"{reason}: a decoder-only language model"
+    return "text_encoder", reason
+
+
+@dataclass(frozen=True)
+class _ImageTower:
+    source: str
+    hidden_dim: int
+    pooling: Pooling
+    layer_classes: tuple[str, ...]
+
+
+def _image_tower(facts: Facts) -> _ImageTower:
+    """The second tower of a composed model."""
+    if facts.config.image_model_name is not None:
+        folder = model_folder(facts.config.image_model_name, option="image_model_name")
+    else:
+        assert facts.saved is not None and facts.saved.image_source is not None
+        folder = Path(facts.saved.image_source)
+    config = backbones.read_config(folder, trust_remote_code=facts.config.trust_remote_code)
+    if not backbones.takes_pixels(config, trust_remote_code=facts.config.trust_remote_code):
+        raise UserError(
+            f"image_model_name: {folder} is of the type {config.model_type}, which is no image encoder; "
+            "give one such as a ViT, DINOv2 or ConvNeXt"
+        )
+    shape = backbones.shape_of(config, "image_encoder", trust_remote_code=facts.config.trust_remote_code)
+    pooling, reason = backbones.image_pooling(config)
+    facts.reasons["image_pooling"] = reason
+    return _ImageTower(str(folder), shape.hidden_dim, pooling, shape.layer_classes)
+
+
+def _shared_dim(facts: Facts, text_dim: int, image_dim: int) -> int:
+    """Size of the space that both towers of a composed model are projected into."""
+    if facts.saved is not None and facts.saved.family == "composed":
+        return facts.saved.hidden_dim
+    if facts.config.composed_dim is not None:
+        facts.reasons["hidden_dim"] = "composed_dim in the config"
+        return facts.config.composed_dim
+    facts.reasons["hidden_dim"] = f"the smaller of the towers' sizes, {text_dim} for text and {image_dim} for images"
+    return min(text_dim, image_dim)
+
+
+# ---- how token vectors become one ------------------------------------------------------------------------------
+
+
+def _bidirectional(facts: Facts, family: Family) -> bool:
+    asked = facts.config.bidirectional_attention
+    causal = is_causal(facts, family)
+    own = causal and (backbones.is_bidirectional(facts.model_config) or bool(facts.of_saved("bidirectional_attention")))
+    if asked and not causal:
+        raise UserError(
+            f"bidirectional_attention: true is for decoder-only models, and {facts.config.model_name} is of the family "
+            f"{family}, whose tokens see every other one anyway; leave it out"
+        )
+    if causal:
+        facts.reasons["bidirectional_attention"] = (
+            "bidirectional_attention: true" if asked else "the model's own files" if own else "a causal decoder"
+        )
+    return asked or own
+
+
+def _pooling(facts: Facts, family: Family, *, causal: bool) -> Pooling:
+    own, own_reason = _own_pooling(facts, family, causal=causal)
+    asked = facts.config.pooling
+    if asked == "auto":
+        if own is None:
+            raise UserError(own_reason)
+        facts.reasons["pooling"] = own_reason
+        return own
+    if family in ("clip", "siglip"):
+        raise UserError(
+            f"pooling: {asked} cannot be had from {facts.config.model_name}, whose embedding is the feature that its "
+            f"own {family} projection makes; leave pooling out"
+        )
+    if family == "image_encoder" and (asked in ("last", "weighted_mean") or (asked == "cls" and own == "own")):
+        raise UserError(
+            f"pooling: {asked} has no meaning for {facts.config.model_name}, an image encoder "
+            f"{'without a class token' if asked == 'cls' else 'whose tokens have no order'}; use mean or max"
+        )
+    if asked == "cls" and causal:
+        raise UserError(
+            f"pooling: cls would give every text the same embedding with {facts.config.model_name}, a causal decoder "
+            "whose first token sees nothing else; use pooling: last, or bidirectional_attention: true"
+        )
+    if own is None or own == asked:
+        facts.reasons["pooling"] = f"pooling: {asked}"
+    else:
+        facts.reasons["pooling"] = f"pooling: {asked}, although {own} is the model's own: {own_reason}"
+    return asked
+
+
+def _own_pooling(facts: Facts, family: Family, *, causal: bool) -> tuple[Pooling | None, str]:
+    """The model's pooling and why; None and the message where its own cannot be had."""
+    if family in ("clip", "siglip"):
+        return "own", f"{family} projects its features itself"
+    if facts.saved is not None:
+        return facts.saved.pooling, f"{DESCRIPTION_FILE} says so"
+    if facts.files is not None and facts.files.poolings:
+        where = "1_Pooling/config.json"
+        if not facts.files.include_prompt:
+            return None, (
+                f"{where} of {facts.config.model_name} leaves the prompt out of the pooling, which vembed cannot; "
+                "set pooling to train with the prompt pooled too"
+            )
+        if len(facts.files.poolings) > 1 or facts.files.poolings[0] not in get_args(Pooling):
+            return None, (
+                f"{where} of {facts.config.model_name} pools by {' and '.join(facts.files.poolings)}, which vembed "
+                "cannot; set pooling to cls, mean, last, weighted_mean or max"
+            )
+        if facts.files.poolings[0] == "cls" and causal:
+            return None, (
+                f"{where} of {facts.config.model_name} takes the first token of a causal decoder, which is the same "
+                "for every text; set pooling: last, or bidirectional_attention: true"
+            )
+        return cast(Pooling, facts.files.poolings[0]), f"{where} says so"
+    if family == "image_encoder":
+        return backbones.image_pooling(facts.model_config)
+    if family == "vision_language":
+        return "last", "the end-of-text token, by family: the model brings no pooling of its own"
+    if causal:
+        return "last", "a causal decoder's last token is the only one that has seen the whole text"
+    if family == "text_decoder":
+        return "mean", "a decoder with bidirectional attention, and the model brings no pooling of its own"
+    return "mean", "by family: the model brings no pooling of its own"
+
+
+# ---- sizes and comparison --------------------------------------------------------------------------------------
+
+
+def _embedding_dim_before_mrl(facts: Facts, hidden_dim: int) -> int:
+    size = hidden_dim
+    for folder in facts.files.dense if facts.files is not None else ():
+        settings = read_json(folder / "config.json") or {}
+        if settings.get("in_features") != size:
+            raise UserError(f"{folder}: a Dense module for {settings.get('in_features')} inputs follows {size} outputs")
+        size = int(settings["out_features"])
+    if size != hidden_dim:
+        facts.reasons["embedding_dim"] = "the model's own Dense modules"
+    return size
+
+
+def _matryoshka(facts: Facts, base_dim: int) -> tuple[tuple[int, ...], int]:
+    """The sizes to train and the size of the embedding."""
+    config = facts.config
+    if not config.use_mrl:
+        return tuple(facts.of_saved("mrl_dims") or ()), base_dim
+    if config.mrl_dims:
+        dims = tuple(config.mrl_dims)
+        facts.reasons["mrl_dims"] = "mrl_dims in the config"
+    else:
+        halves = [base_dim]
+        while halves[-1] % 2 == 0 and halves[-1] // 2 >= SMALLEST_MRL_DIM:
+            halves.append(halves[-1] // 2)
+        dims = tuple(halves)
+        facts.reasons["mrl_dims"] = f"the embedding's size and its halves down to {SMALLEST_MRL_DIM}"
+    too_large = [dim for dim in dims if dim > base_dim]
+    if too_large:
+        raise UserError(
+            f"mrl_dims: {too_large[0]} is larger than the {base_dim}-dimensional embedding of {config.model_name}; "
+            f"set it to {base_dim} or less"
+        )
+    if config.mrl_weights is not None and len(config.mrl_weights) != len(dims):
+        raise UserError(
+            f"mrl_weights has {len(config.mrl_weights)} entries and mrl_dims has {len(dims)} ({list(dims)}); "
+            "give one weight per size"
+        )
+    projected = has_mrl_projection(config, dims, base_dim)
+    if projected:
+        facts.reasons["embedding_dim"] = (
+            f"an MRL projection from {base_dim} to max(mrl_dims), by mrl_projection: {config.mrl_projection}"
+        )
+    return dims, max(dims) if projected else base_dim
+
+
+def has_mrl_projection(config: TrainConfig, dims: tuple[int, ...], base_dim: int) -> bool:
+    """Whether this run adds an MRL projection behind an embedding of `base_dim`."""
+    if not config.use_mrl:
+        return False
+    return max(dims) < base_dim if config.mrl_projection == "auto" else bool(config.mrl_projection)
+
+
+def _similarity(facts: Facts) -> Literal["cosine", "dot"]:
+    own = facts.files.similarity if facts.files is not None else None
+    if own is not None and own != facts.config.similarity:
+        facts.reasons["similarity"] = f"similarity in the config, although the model's files say {own}"
+    return facts.config.similarity
+
+
+def _normalize(facts: Facts) -> bool:
+    if facts.saved is not None:
+        return facts.saved.normalize
+    if facts.files is not None:
+        facts.reasons["normalize"] = f"modules.json has {'a' if facts.files.normalize else 'no'} Normalize module"
+        return facts.files.normalize
+    return facts.config.similarity == "cosine"
+
+
+def _truncate_dim(facts: Facts, embedding_dim: int) -> int | None:
+    own = facts.files.truncate_dim if facts.files is not None else None
+    if own is None or own >= embedding_dim:
+        return None
+    facts.reasons["truncate_dim"] = "config_sentence_transformers.json says so"
+    return own

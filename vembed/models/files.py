@@ -1,0 +1,157 @@
+"""The saved model: a folder in the Sentence Transformers layout, complete or not there at all."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from vembed.models.adapters import has_adapters, merged_state, save_adapter
+from vembed.models.backbones import quiet_transformers, read_config
+from vembed.models.building import empty_backbone
+from vembed.models.card import Card, render_card
+from vembed.models.description import DESCRIPTION_FILE, Family, ModelDescription
+from vembed.models.heads import Head
+from vembed.models.layout import write_json, write_layout
+from vembed.models.processors import load_chat_template, load_tokenizer, save_processors
+
+log = logging.getLogger(__name__)
+
+ADAPTER_FOLDER = "adapter"
+"""Where a merged model keeps the adapter that was merged into it."""
+TRAINED_BESIDES_ADAPTERS: tuple[Family, ...] = ("clip", "siglip", "composed")
+"""Families whose backbone has trained parameters of its own besides adapters."""
+ADJUSTED_SETTINGS = ("mask_ratio",)
+"""Settings of a published config.json that embedding changes."""
+WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+"""Parts of parameter names that wrappers put in and the saved files must not have."""
+
+
+def save_model(
+    directory: str | Path,
+    description: ModelDescription,
+    backbone: Any,
+    head: Head | None,
+    state: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    merge_adapters: bool = True,
+    card: Card | None = None,
+) -> Path:
+    """Write the model to `directory` and return its path; for one process (rank 0), without any collective.
+
+    `state` holds the whole EmbeddingModel by its own names (`backbone. ...`, `head. ...`), gathered where the model is
+    sharded; the modules give class and settings alone. `dtype`: what floating point weights are stored in, unless one
+    is too large for it; None keeps them. Adapters are merged into the weights and saved in `adapter/` too, always as
+    they are; with `merge_adapters=False` they are saved instead of the weights. The folder appears under its name when
+    it is complete.
+    """
+    state = {clean_name(name): tensor.detach().cpu() for name, tensor in state.items()}
+    weights = _part(state, "backbone.")
+    if not merge_adapters and description.family in TRAINED_BESIDES_ADAPTERS:
+        log.info("save_merged: the whole model is saved: adapters alone would lose its projections, scale and bias")
+        merge_adapters = True
+    if not merge_adapters and description.bidirectional_attention:
+        log.info("save_merged: the whole model is saved: with adapters alone, others would load its causal attention")
+        merge_adapters = True
+    with replaced_folder(Path(directory)) as folder:
+        if has_adapters(backbone):
+            save_adapter(folder / ADAPTER_FOLDER if merge_adapters else folder, backbone, weights)
+            weights = merged_state(backbone, weights) if merge_adapters else {}
+            backbone = empty_backbone(description)
+        dtype = _dtype_that_holds(weights, dtype)
+        changed = {} if weights else _changed_settings(description, backbone)
+        if weights:
+            _write_backbone(folder, backbone, _stored(weights, dtype))
+        save_processors(description, folder)
+        chat = None
+        if description.family == "vision_language":
+            chat = load_chat_template(description, load_tokenizer(description))
+        write_layout(folder, description, head, _stored(_part(state, "head."), dtype), chat, changed)
+        write_json(folder / DESCRIPTION_FILE, description.to_dict())
+        text = render_card(description, card or Card(), adapter_alone=not weights)
+        (folder / "README.md").write_text(text, encoding="utf-8")
+    return Path(directory)
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    return ".".join(part for part in name.removeprefix("module.").split(".") if part not in WRAPPERS)
+
+
+@contextmanager
+def replaced_folder(target: Path) -> Iterator[Path]:
+    """A new folder to write to, which takes `target`'s name and place when the block ends without an exception."""
+    target = target.resolve()
+    new, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
+    if old.exists() and not target.exists():  # a process was killed between the two renames below
+        old.rename(target)
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_backbone(folder: Path, backbone: Any, state: dict[str, Tensor]) -> None:
+    floating = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
+    if isinstance(backbone, PreTrainedModel):
+        # Gathered from shards, a weight under two names is two tensors, of which one is to be stored.
+        for name, same in backbone.all_tied_weights_keys.items():
+            if name in state and same in state:
+                state[name] = state[same]
+    with quiet_transformers():
+        backbone.save_pretrained(folder, state_dict=state)
+    # save_pretrained writes the dtype that the module has in memory, and loading goes by what the file says: nothing
+    # that is stored may lose digits by it.
+    widest = str(functools.reduce(torch.promote_types, floating)).removeprefix("torch.")
+    for path in folder.rglob("config.json"):
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        for values in (settings, *(inner for inner in settings.values() if isinstance(inner, dict))):
+            if values is settings or "dtype" in values:
+                values["dtype"] = widest
+        write_json(path, settings)
+
+
+def _changed_settings(description: ModelDescription, backbone: Any) -> dict[str, Any]:
+    """What this model's config says otherwise than that of the model below its adapter, which is loaded with it."""
+    mine = backbone.config.to_dict()
+    below = read_config(Path(description.source), trust_remote_code=description.trust_remote_code).to_dict()
+    return {name: mine[name] for name in ADJUSTED_SETTINGS if name in mine and mine[name] != below.get(name)}
+
+
+def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
+def _dtype_that_holds(state: Mapping[str, Tensor], dtype: torch.dtype | None) -> torch.dtype | None:
+    """float16 ends at 65,504: a model with a larger weight is stored as float32."""
+    if dtype != torch.float16:
+        return dtype
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and tensor.numel() and tensor.abs().max() > torch.finfo(dtype).max:
+            log.warning("save_dtype: float16 cannot hold %s: the model is stored in float32", name)
+            return torch.float32
+    return dtype
+
+
+def _stored(state: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    if dtype is None:
+        return dict(state)
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}

@@ -1,0 +1,118 @@
+"""Heads, what comes after pooling: Sentence Transformers' Dense modules, the MRL projection, tower projections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from vembed.errors import UserError
+from vembed.models.sources import read_json
+
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+class Dense(nn.Module):
+    """A linear layer and an activation, as Sentence Transformers' module of that name."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, activation: str = IDENTITY) -> None:
+        """`activation`: dotted path of a class in torch.nn, as Sentence Transformers writes it."""
+        super().__init__()
+        self.linear = nn.Linear(in_features, out_features, bias=bias)
+        self.activation_path = activation
+        self.activation = _activation(activation)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """[n, in_features] to [n, out_features], in the dtype of the weights."""
+        activated: Tensor = self.activation(self.linear(vectors.to(self.linear.weight.dtype)))
+        return activated
+
+    def settings(self) -> dict[str, Any]:
+        """The module's config.json in the Sentence Transformers layout."""
+        return {
+            "in_features": self.linear.in_features,
+            "out_features": self.linear.out_features,
+            "bias": self.linear.bias is not None,
+            "activation_function": self.activation_path,
+        }
+
+
+class Head(nn.Sequential):
+    """Dense modules in order; computed outside of autocast, since it is small and its output is the embedding."""
+
+    def __init__(self, own: Sequence[Dense], added: Dense | None = None) -> None:
+        """`own`: the model's; `added`: the MRL projection of this run, behind them."""
+        super().__init__(*own, *([] if added is None else [added]))
+        self._has_added = added is not None
+
+    @property
+    def added(self) -> Dense | None:
+        """The MRL projection that this run has added."""
+        return cast(Dense, self[-1]) if self._has_added else None
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """[n, hidden_dim] to [n, embedding_dim]."""
+        return self._run(vectors, len(self))
+
+    def without_last(self, vectors: Tensor) -> Tensor:
+        """What the last module is given."""
+        return self._run(vectors, len(self) - 1)
+
+    def _run(self, vectors: Tensor, count: int) -> Tensor:
+        with torch.autocast(vectors.device.type, enabled=False):
+            for module in list(self)[:count]:
+                vectors = module(vectors)
+        return vectors
+
+
+def _activation(path: str) -> nn.Module:
+    kind = vars(nn).get(path.rsplit(".", 1)[-1])
+    if not path.startswith("torch.nn") or not isinstance(kind, type) or not issubclass(kind, nn.Module):
+        raise UserError(f"the activation {path} of a Dense module is not a module of torch.nn")
+    return kind()
+
+
+def load_dense(folder: Path) -> Dense:
+    """A Dense module as Sentence Transformers saved it."""
+    settings = read_json(folder / "config.json")
+    if settings is None:
+        raise UserError(f"{folder} has no config.json, although modules.json names it as a Dense module")
+    if settings.get("use_residual") or settings.get("module_input_name", "sentence_embedding") != "sentence_embedding":
+        raise UserError(f"{folder}: vembed has no Dense modules with a residual or on single tokens")
+    dense = Dense(
+        settings["in_features"],
+        settings["out_features"],
+        bias=settings.get("bias", True),
+        activation=settings.get("activation_function") or IDENTITY,
+    )
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        raise UserError(f"{folder} has no model.safetensors; vembed reads no pickled weights")
+    dense.load_state_dict({name: tensor.float() for name, tensor in load_file(weights).items()})
+    return dense
+
+
+def mrl_projection(in_features: int, out_features: int) -> Dense:
+    """The MRL projection as it starts: the identity's first rows, so that it is a plain cut of the vector."""
+    projection = Dense(in_features, out_features)
+    with torch.no_grad():
+        projection.linear.weight.copy_(torch.eye(out_features, in_features))
+    return projection
+
+
+def principal_components(sample: Tensor, out_features: int) -> Tensor:
+    """[out_features, dim]: the directions in which the unit vectors of `sample` [n, dim] differ most, strongest first.
+
+    Signs are fixed, so that every machine gets the same ones. With fewer rows than directions the rest are any
+    orthogonal ones.
+    """
+    unit = nn.functional.normalize(sample.double(), dim=1)
+    centred = unit - unit.mean(dim=0)
+    covariance = centred.T @ centred
+    directions: Tensor = torch.linalg.eigh(covariance).eigenvectors.flip(1).T[:out_features]
+    largest = directions.gather(1, directions.abs().argmax(dim=1, keepdim=True))
+    return (directions * largest.sign()).to(sample.dtype)

@@ -1,0 +1,137 @@
+"""The files that make a folder one of Sentence Transformers: its modules, their settings, prompts and modalities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vembed.models.description import ModelDescription, Pooling
+from vembed.models.heads import Dense, Head
+from vembed.models.processors import ChatTemplate
+from vembed.models.sources import read_json
+
+POOLING_FLAGS: dict[Pooling, str] = {
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean": "pooling_mode_mean_tokens",
+    "weighted_mean": "pooling_mode_weightedmean_tokens",
+    "last": "pooling_mode_lasttoken",
+}
+"""Our pooling -> the flag in `1_Pooling/config.json`, which versions 3 to 6 of Sentence Transformers all read."""
+MODULE = "sentence_transformers.models."
+"""Where versions 3 to 6 of Sentence Transformers all find their modules."""
+TWO_TOWERS = "vembed.models.two_towers.TwoTowers"
+"""The first module of a composed model. Sentence Transformers refuses it, rather than load the text tower alone."""
+
+
+def write_layout(
+    folder: Path,
+    description: ModelDescription,
+    head: Head | None,
+    head_state: Mapping[str, Tensor],
+    chat: ChatTemplate | None,
+    changed_settings: Mapping[str, Any],
+) -> None:
+    """modules.json and the files of each module. `chat`: how a vision-language model's messages become a text.
+    `changed_settings`: what is to be set in the config of the model below an adapter that is saved alone."""
+    modules: list[tuple[str, str]] = [("", _backbone_module(description))]
+    if description.pooling != "own":
+        modules.append(("1_Pooling", MODULE + "Pooling"))
+        write_json(folder / "1_Pooling" / "config.json", _pooling_settings(description))
+    for number, dense in enumerate(head if head is not None else ()):
+        assert isinstance(dense, Dense)
+        name, prefix = f"{len(modules)}_Dense", f"{number}."
+        modules.append((name, MODULE + "Dense"))
+        write_json(folder / name / "config.json", dense.settings())
+        weights = {key.removeprefix(prefix): value for key, value in head_state.items() if key.startswith(prefix)}
+        save_file(weights, folder / name / "model.safetensors")
+    if description.normalize:
+        name = f"{len(modules)}_Normalize"
+        modules.append((name, MODULE + "Normalize"))
+        (folder / name).mkdir()
+    write_json(
+        folder / "modules.json",
+        [{"idx": index, "name": str(index), "path": path, "type": kind} for index, (path, kind) in enumerate(modules)],
+    )
+    write_json(folder / "config_sentence_transformers.json", _model_settings(description))
+    settings = _backbone_settings(folder, description, chat)
+    if changed_settings:
+        settings["config_args"] = dict(changed_settings)
+    write_json(folder / "sentence_bert_config.json", settings)
+
+
+def write_json(path: Path, values: Any) -> None:
+    """A JSON file, with its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _backbone_module(description: ModelDescription) -> str:
+    if description.family == "composed":
+        return TWO_TOWERS
+    # Versions before 5.4 have a module of its own for CLIP; later ones read it as what it is, a Transformer.
+    return MODULE + ("CLIPModel" if description.family == "clip" else "Transformer")
+
+
+def _backbone_settings(folder: Path, description: ModelDescription, chat: ChatTemplate | None) -> dict[str, Any]:
+    """sentence_bert_config.json. A text model has only what all versions know; without the modalities, version 6 would
+    take any other model for a text model."""
+    if description.lanes == ("text",) or description.family == "composed":
+        return {"max_seq_length": description.max_length, "do_lower_case": False}
+    settings: dict[str, Any] = {"transformer_task": "feature-extraction"}
+    if chat is not None:
+        hidden = {"method": "forward", "method_output_name": "last_hidden_state"}
+        settings["modality_config"] = {
+            "text": hidden,
+            "image": hidden,
+            "message": {**hidden, "format": "structured"},
+        }
+        settings["module_output_name"] = "token_embeddings"
+        settings["processing_kwargs"] = {"chat_template": chat.options}
+    elif description.family in ("clip", "siglip"):
+        settings["modality_config"] = {
+            "text": {"method": "get_text_features", "method_output_name": "pooler_output"},
+            "image": {"method": "get_image_features", "method_output_name": "pooler_output"},
+        }
+        settings["module_output_name"] = "sentence_embedding"
+        if description.family == "siglip":
+            settings["processing_kwargs"] = {
+                "text": {"padding": "max_length", "max_length": description.max_length},
+                "image": _patch_options(folder),
+            }
+    else:
+        own = description.pooling == "own"
+        output = "pooler_output" if own else "last_hidden_state"
+        settings["modality_config"] = {"image": {"method": "forward", "method_output_name": output}}
+        settings["module_output_name"] = "sentence_embedding" if own else "token_embeddings"
+    return settings
+
+
+def _patch_options(folder: Path) -> dict[str, Any]:
+    """What the image processor of a SigLIP 2 for images of any shape is set to: the joint processor that version 6 goes
+    through would take its own defaults."""
+    values = read_json(folder / "preprocessor_config.json") or {}
+    values = values or (read_json(folder / "processor_config.json") or {}).get("image_processor", {})
+    return {key: values[key] for key in ("max_num_patches", "patch_size") if key in values}
+
+
+def _pooling_settings(description: ModelDescription) -> dict[str, Any]:
+    flags = {flag: pooling == description.pooling for pooling, flag in POOLING_FLAGS.items()}
+    return {"word_embedding_dimension": description.hidden_dim, **flags, "include_prompt": True}
+
+
+def _model_settings(description: ModelDescription) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "model_type": "SentenceTransformer",
+        "prompts": {"query": description.query_prompt, "document": description.document_prompt},
+        "default_prompt_name": None,
+        "similarity_fn_name": description.similarity,
+    }
+    if description.truncate_dim is not None:
+        settings["truncate_dim"] = description.truncate_dim
+    return settings

@@ -1,0 +1,64 @@
+"""Pooling: token vectors to one vector per text, the same as Sentence Transformers' Pooling module computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vembed.models.description import Pooling
+
+
+def pool(pooling: Pooling, hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """[n, tokens, dim] to [n, dim] in at least float32. `mask` [n, tokens] is 1 on real tokens, at either side of the
+    padding; None: there is no padding."""
+    if hidden.dtype in (torch.bfloat16, torch.float16):
+        hidden = hidden.float()
+    return _POOLINGS[pooling](hidden, mask)
+
+
+def _cls(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return hidden[:, 0]
+    return _take(hidden, mask.int().argmax(dim=1))
+
+
+def _last(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return hidden[:, -1]
+    return _take(hidden, mask.shape[1] - 1 - mask.int().flip(1).argmax(dim=1))
+
+
+def _mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return hidden.mean(dim=1)
+    weight = mask.to(hidden.dtype)
+    return torch.einsum("nt,ntd->nd", weight, hidden) / weight.sum(dim=1, keepdim=True)
+
+
+def _weighted_mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """The k-th token counts k times; padding counts as no position."""
+    if mask is None:
+        mask = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+    weight = (mask.cumsum(dim=1) * mask).to(hidden.dtype)
+    return torch.einsum("nt,ntd->nd", weight, hidden) / weight.sum(dim=1, keepdim=True)
+
+
+def _max(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is not None:
+        hidden = hidden.masked_fill(mask.unsqueeze(-1) == 0, float("-inf"))
+    return hidden.amax(dim=1)
+
+
+def _take(hidden: Tensor, position: Tensor) -> Tensor:
+    return hidden.gather(1, position[:, None, None].expand(-1, 1, hidden.shape[-1])).squeeze(1)
+
+
+_POOLINGS: dict[Pooling, Callable[[Tensor, Tensor | None], Tensor]] = {
+    "cls": _cls,
+    "last": _last,
+    "mean": _mean,
+    "weighted_mean": _weighted_mean,
+    "max": _max,
+}

@@ -1,0 +1,77 @@
+"""Weights in 4 bits: how they are asked for when a model is loaded, and what they are in full numbers."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig
+
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def arithmetic_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """Dtype that the run computes in: what 4-bit weights are unpacked to, and stored as. FSDP gathers parameters in
+    this dtype, and would garble packed weights that are stored as another one."""
+    if config.fsdp_param_dtype is not None:
+        return _DTYPES[config.fsdp_param_dtype]
+    if config.mixed_precision == "auto":
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if has_bf16 else torch.float32
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}[config.mixed_precision]
+
+
+def quieten_bitsandbytes() -> None:
+    """Call it before bitsandbytes is imported, which warns of a kernel that it would like to fetch from the Hub."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def four_bit(dtype: torch.dtype, skip: list[str]) -> BitsAndBytesConfig:
+    """The request to load linear layers in 4 bits (nf4, scales quantised too), all but those in `skip`."""
+    if find_spec("bitsandbytes") is None:
+        raise UserError("use_qlora: true needs the package bitsandbytes; install it, or set use_qlora: false")
+    quieten_bitsandbytes()
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+        llm_int8_skip_modules=skip,
+    )
+
+
+def settle(model: nn.Module) -> None:
+    """Keep 4-bit weights as they are on CPUs: an evaluation would repack them into a layout that cannot train."""
+    for module in model.modules():
+        if is_quantized(module):
+            vars(module)["support_avx512bf16_for_cpu"] = False
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether the module is a linear layer in 4 bits."""
+    return isinstance(module, nn.Linear) and "quant_state" in vars(module)
+
+
+def dequantized(module: Any, packed: Tensor) -> Tensor:
+    """[out, in] float32: what the packed weight of this layer counts as."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = module.quant_state
+    whole: Tensor = dequantize_4bit(packed.to(state.absmax.device), state)
+    return whole.float().cpu()
+
+
+def rounded_to_four_bits(weight: Tensor) -> Tensor:
+    """What a weight becomes when it is put into 4 bits and taken out again, in its own dtype."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    rounded: Tensor = dequantize_4bit(packed, state)
+    return rounded.to(weight.dtype)

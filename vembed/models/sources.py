@@ -1,0 +1,191 @@
+"""Where a model's files are: a local folder or the Hub, and what the small JSON files in it say. No weights here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from vembed.errors import UserError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+_NOT_WANTED = ["onnx/*", "openvino/*", "consolidated*", "original/*", "*.onnx*"]
+_POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weighted_mean",
+    "pooling_mode_lasttoken": "last",
+}
+_POOLING_NAMES = {"weightedmean": "weighted_mean", "lasttoken": "last"}
+
+
+def model_folder(name: str, revision: str | None = None, *, option: str = "model_name") -> Path:
+    """The local folder of a model; a Hub model is fetched into the Hub's cache first."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise UserError(f"{option}: {name} is not a folder; give an existing folder or a Hub name such as org/model")
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_NOT_WANTED)
+        ).resolve()
+    except GatedRepoError as error:
+        raise UserError(
+            f"{option}: {name} needs permission on the Hub; ask for access there and log in with `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(f"model_revision: {name} has no revision {revision!r} on the Hub") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(f"{option}: {name} is neither a folder here nor a model on the Hub") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        at = f" at revision {revision}" if revision else ""
+        raise UserError(
+            f"{option}: {name}{at} is not a folder here, is not in the Hub's cache, and the Hub cannot be reached; "
+            "give a local folder, or fetch it once while online"
+        ) from error
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file; None where there is none."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+
+
+@dataclass(frozen=True)
+class SentenceTransformersFiles:
+    """What a folder saved by Sentence Transformers says about the model."""
+
+    backbone: Path
+    """Folder of weights, config and tokenizer."""
+    poolings: tuple[str, ...] = ()
+    """How token vectors become one, in vembed's words; several where they are concatenated."""
+    include_prompt: bool = True
+    """False: tokens of the prompt are left out of the pooling."""
+    dense: tuple[Path, ...] = ()
+    """Folders of Dense modules, in order."""
+    normalize: bool = False
+    max_length: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    """Text put before everything whose kind has no prompt of its own."""
+    similarity: str | None = None
+    truncate_dim: int | None = None
+
+
+def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None:
+    """The Sentence Transformers files of a folder; None where it has none."""
+    modules = read_json(folder / "modules.json")
+    if modules is None:
+        return None
+    poolings: tuple[str, ...] = ()
+    dense: list[Path] = []
+    backbone, include_prompt, normalize = folder, True, False
+    for position, module in enumerate(modules):
+        kind = str(module["type"]).rsplit(".", 1)[-1]
+        path = folder / str(module["path"])
+        known = kind in ("Transformer", "CLIPModel", "TwoTowers") and not _is_own_code(module)
+        if position == 0 and (known or (_is_own_code(module) and _reads_chats(path))):
+            backbone = path if (path / "config.json").is_file() else folder
+        elif kind == "Pooling":
+            settings = read_json(path / "config.json") or {}
+            poolings, include_prompt = _poolings(settings), bool(settings.get("include_prompt", True))
+        elif kind == "Dense":
+            dense.append(path)
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Dropout" or _is_own_code(module):
+            raise UserError(
+                f"{folder / 'modules.json'}: vembed has no module of the kind {module['type']} "
+                "(it knows Transformer, CLIPModel, Pooling, Dense and Normalize)"
+            )
+    values = read_json(folder / "config_sentence_transformers.json") or {}
+    prompts = {str(name): str(text) for name, text in (values.get("prompts") or {}).items() if text is not None}
+    default_name = values.get("default_prompt_name")
+    return SentenceTransformersFiles(
+        backbone=backbone,
+        poolings=poolings,
+        include_prompt=include_prompt,
+        dense=tuple(dense),
+        normalize=normalize,
+        max_length=_max_length(backbone),
+        prompts=prompts,
+        default_prompt=prompts.get(default_name) if default_name is not None else None,
+        similarity=values.get("similarity_fn_name"),
+        truncate_dim=values.get("truncate_dim"),
+    )
+
+
+def _max_length(backbone: Path) -> int | None:
+    """From sentence_bert_config.json, which older versions named after other architectures too."""
+    for path in sorted(backbone.glob("sentence_*_config.json")):
+        length = (read_json(path) or {}).get("max_seq_length")
+        if length is not None:
+            return int(length)
+    return None
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The folders that a model is read from."""
+
+    folder: Path
+    """What the user named."""
+    backbone: Path
+    """Weights, config and tokenizer."""
+    adapter: Path | None
+    """An adapter on top of the backbone's weights; the folder that the user named holds no others."""
+    sentence_transformers: SentenceTransformersFiles | None
+
+
+def read_model(name: str, revision: str | None = None) -> ModelFiles:
+    """Find a model's files; a folder that holds an adapter alone names the model that the adapter belongs to."""
+    folder = model_folder(name, revision)
+    files = read_sentence_transformers(folder)
+    backbone = folder if files is None else files.backbone
+    settings = read_json(backbone / ADAPTER_CONFIG)
+    if settings is None or any(path.name != ADAPTER_WEIGHTS for path in backbone.glob("*.safetensors")):
+        return ModelFiles(folder, backbone, None, files)
+    base = read_model(settings["base_model_name_or_path"], settings.get("revision"))
+    if base.adapter is not None:
+        raise UserError(f"{folder} is an adapter on top of another adapter, {base.folder}; merge that one first")
+    return ModelFiles(folder, base.backbone, backbone, files or base.sentence_transformers)
+
+
+def _is_own_code(module: dict[str, Any]) -> bool:
+    """Whether a module is Python code that the folder brings along."""
+    return not str(module["type"]).startswith(("sentence_transformers.", "vembed."))
+
+
+def _reads_chats(folder: Path) -> bool:
+    """Vision-language models had code of their own (GME) before Sentence Transformers knew chat templates; what it does
+    is what vembed does with the template."""
+    return "vision_config" in (read_json(folder / "config.json") or {})
+
+
+def _poolings(settings: dict[str, Any]) -> tuple[str, ...]:
+    """The old files have one flag for each way of pooling, the new ones a name or a list of names."""
+    modes = settings.get("pooling_mode")
+    if modes is None:
+        return tuple(name for flag, name in _POOLING_FLAGS.items() if settings.get(flag)) or ("mean",)
+    names = [modes] if isinstance(modes, str) else list(modes)
+    return tuple(_POOLING_NAMES.get(name, name) for name in names)

@@ -1,0 +1,134 @@
+"""Towers: which parameters belong to which tower of a family, what is frozen, and what therefore needs no training."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from vembed.errors import UserError
+from vembed.models.backbones import is_never_used, layers_of
+from vembed.models.description import Family, Lane, Pooling
+
+log = logging.getLogger(__name__)
+
+_PREFIXES: dict[Family, dict[str, str]] = {
+    "text_encoder": {"text": ""},
+    "text_decoder": {"text": ""},
+    "image_encoder": {"vision": ""},
+    "clip": {"text": "text_model.", "vision": "vision_model."},
+    "siglip": {"text": "text_model.", "vision": "vision_model."},
+    "composed": {"text": "text_model.", "vision": "vision_model."},
+    "vision_language": {"text": "language_model.", "vision": "visual."},
+}
+"""Family -> tower -> what names of its parameters in the backbone begin with."""
+_LANE_TOWERS: dict[Lane, tuple[str, ...]] = {"text": ("text",), "image": ("vision",), "vision": ("text", "vision")}
+_INPUT_EMBEDDINGS = re.compile(r"(^|\.)(embeddings|embed_tokens|shared|wte|wpe|patch_embed|pos_embed)(\.|$)")
+LOSS_PARAMETERS = ("logit_scale", "logit_bias")
+"""Parameters of CLIP and SigLIP that belong to the loss, which learns its own."""
+
+
+def towers_of(family: Family) -> dict[str, str]:
+    """Tower (`text`, `vision`) -> prefix of its parameters in the backbone."""
+    return _PREFIXES[family]
+
+
+def towers_of_lane(lane: Lane) -> tuple[str, ...]:
+    """The towers that a lane's inputs go through."""
+    return _LANE_TOWERS[lane]
+
+
+def frozen_towers(backbone: nn.Module, family: Family) -> list[str]:
+    """Towers of which no parameter is trained."""
+    trained = [name for name, parameter in backbone.named_parameters() if parameter.requires_grad]
+    return [
+        tower for tower, prefix in towers_of(family).items() if not any(name.startswith(prefix) for name in trained)
+    ]
+
+
+def tower_module(backbone: nn.Module, family: Family, tower: str) -> nn.Module:
+    """The module that is the tower; the backbone itself where there is one tower alone."""
+    return backbone.get_submodule(towers_of(family)[tower].removesuffix("."))
+
+
+def freeze_unused(backbone: nn.Module, family: Family, image_pooling: Pooling | None) -> list[str]:
+    """Freeze parameters that no embedding depends on, and return their names: they would get no gradient, and stop
+    those who wait for one."""
+    unused = []
+    norms_left_out = _norms_of_own_pooling(backbone, family) if image_pooling != "own" else ()
+    for name, parameter in backbone.named_parameters():
+        if is_never_used(name) or name in LOSS_PARAMETERS or name.startswith(norms_left_out):
+            parameter.requires_grad = False
+            unused.append(name)
+    if unused:
+        log.info("not trained, since no embedding depends on them: %s", ", ".join(unused))
+    return unused
+
+
+def _norms_of_own_pooling(backbone: nn.Module, family: Family) -> tuple[str, ...]:
+    """ConvNeXt's last norm stands behind its own pooling, so any other pooling leaves it out."""
+    if family not in ("image_encoder", "composed"):
+        return ()
+    vision: Any = tower_module(backbone, family, "vision")
+    if vision.config.model_type not in ("convnext", "convnextv2"):
+        return ()
+    return (towers_of(family)["vision"] + "layernorm.",)
+
+
+def freeze_parts(backbone: nn.Module, family: Family, parts: Sequence[str]) -> None:
+    """Freeze what the option `freeze` names."""
+    names = names_frozen_by(backbone, family, parts)
+    for name, parameter in backbone.named_parameters():
+        if name in names:
+            parameter.requires_grad = False
+
+
+def names_frozen_by(backbone: nn.Module, family: Family, parts: Sequence[str]) -> set[str]:
+    """Names of the backbone's parameters that the option `freeze` names."""
+    frozen: set[str] = set()
+    for part in parts:
+        names = _names_of(backbone, family, part)
+        log.info("freeze: %s, %d tensors", part, len(names))
+        frozen |= names
+    return frozen
+
+
+def _names_of(backbone: nn.Module, family: Family, part: str) -> set[str]:
+    every = [name for name, _ in backbone.named_parameters()]
+    if part in ("text", "vision"):
+        if part not in towers_of(family):
+            raise UserError(f"freeze: {part} is no tower of this {family} model; it has {', '.join(towers_of(family))}")
+        return {name for name in every if name.startswith(towers_of(family)[part])}
+    layers = _layer_prefixes(backbone)
+    if part == "embeddings":
+        inside = tuple(prefix for prefixes in layers for prefix in prefixes)
+        return {name for name in every if _INPUT_EMBEDDINGS.search(name) and not name.startswith(inside)}
+    if part.startswith("first_n_layers"):
+        count = part.partition("=")[2]
+        if not count.isdecimal() or int(count) > max(len(prefixes) for prefixes in layers):
+            deepest = max(len(prefixes) for prefixes in layers)
+            raise UserError(f"freeze: {part} must be first_n_layers=N with N from 0 to {deepest}, this model's layers")
+        first = tuple(prefix for prefixes in layers for prefix in prefixes[: int(count)])
+        return {name for name in every if first and name.startswith(first)}
+    found = {name for name in every if name.startswith(part.removeprefix("backbone."))}
+    if not found:
+        near = difflib.get_close_matches(part.removeprefix("backbone."), every, n=1, cutoff=0.0)[0]
+        raise UserError(
+            f"freeze: no parameter's name begins with {part}; the nearest is {near} "
+            "(or use text, vision, embeddings, first_n_layers=N)"
+        )
+    return found
+
+
+def _layer_prefixes(backbone: nn.Module) -> list[list[str]]:
+    """The name of each layer, with a dot, in order; one list for each stack of layers."""
+    layers = {id(layer) for layer in layers_of(backbone)}
+    stacks: dict[str, list[str]] = {}
+    for name, module in backbone.named_modules():
+        if id(module) in layers:
+            stacks.setdefault(re.sub(r"\d+", "#", name), []).append(name + ".")
+    return list(stacks.values())

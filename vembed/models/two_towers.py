@@ -1,0 +1,67 @@
+"""TwoTowers: any text encoder and any image encoder with projections into one space, as a backbone shaped like CLIP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from vembed.errors import UserError
+from vembed.models.description import IMAGE_TOWER_FOLDER
+
+PROJECTIONS_FILE = "projections.safetensors"
+"""Weights of both projections, beside the text tower's."""
+
+
+class TwoTowers(nn.Module):
+    """Two models that share nothing but the space that they are projected into."""
+
+    def __init__(
+        self,
+        text_model: PreTrainedModel,
+        vision_model: PreTrainedModel,
+        *,
+        text_dim: int,
+        image_dim: int,
+        shared_dim: int,
+    ) -> None:
+        super().__init__()
+        self.text_model = text_model
+        self.vision_model = vision_model
+        self.text_projection = _projection(text_dim, shared_dim)
+        self.visual_projection = _projection(image_dim, shared_dim)
+
+    def load_projections(self, folder: Path) -> None:
+        """Take the projections of a saved composed model."""
+        path = folder / PROJECTIONS_FILE
+        if not path.is_file():
+            raise UserError(f"{folder} is a composed model without {PROJECTIONS_FILE}; it is incomplete")
+        weights = load_file(path)
+        with torch.no_grad():
+            self.text_projection.weight.copy_(weights["text_projection.weight"])
+            self.visual_projection.weight.copy_(weights["visual_projection.weight"])
+
+    def save_pretrained(self, folder: str | Path, *, state_dict: dict[str, Tensor]) -> None:
+        """The text tower in `folder`, the image tower below it, and the projections beside the text tower."""
+        folder = Path(folder)
+        for tower, name, place in (
+            (self.text_model, "text_model.", folder),
+            (self.vision_model, "vision_model.", folder / IMAGE_TOWER_FOLDER),
+        ):
+            part = {key.removeprefix(name): value for key, value in state_dict.items() if key.startswith(name)}
+            tower.save_pretrained(place, state_dict=part)
+        projections = {key: value for key, value in state_dict.items() if key.split(".")[0].endswith("_projection")}
+        save_file({key: value.contiguous() for key, value in projections.items()}, folder / PROJECTIONS_FILE)
+
+
+def _projection(width: int, shared_dim: int) -> nn.Linear:
+    """It starts as the identity where the sizes agree, and otherwise keeps as many directions as it can."""
+    linear = nn.Linear(width, shared_dim, bias=False)
+    if width == shared_dim:
+        nn.init.eye_(linear.weight)
+    else:
+        nn.init.orthogonal_(linear.weight)
+    return linear
