@@ -1,0 +1,123 @@
+"""`vembed doctor`: facts in the documents' order, a self-test with pass or fail, and the checklist of a config."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import rank_outcomes
+from tests.tiny import shared, tiny_bert
+from vembed.tools import doctor, selftest
+
+FACTS = [
+    r"vembed doctor",
+    r"={50}",
+    r"Found \d+ GPU\(s\)",
+    r"CUDA available: (True|False)",
+    r"CUDA devices: \d+",
+    r"NCCL available: (True|False)",
+    r"NCCL version: (\d+\.\d+\S*|not available)",
+    r"bf16: ",
+    r"flash-attn: ",
+    r"bitsandbytes: ",
+    r"\* FSDP initialized with 2 processes .*: pass",
+    r"Loading model with FSDP\.\.\.",
+    r"\* Model loaded successfully with FSDP .*: pass",
+    r"Testing basic operations\.\.\.",
+    r"\* forward: .*: pass",
+    r"\* backward: .*: pass",
+    r"\* step: .*: pass",
+    r"\* gather: .*: pass",
+    r"\* save: .*: pass",
+    r"\* load: .*: pass",
+    r"\* weight edit: .*: pass",
+    r"Testing FSDP-aware memory management\.\.\.",
+    r"Rank 0, (GPU \d+: Allocated|CPU: RSS): ",
+    r"Rank 1, (GPU \d+: Allocated|CPU: RSS): ",
+    r"Total across 2 processes: ",
+    r"\* memory: .*: pass",
+    r"Self-test: pass",
+    r"1\. GPUs visible: .*: pass",
+    r"2\. strategy: fsdp, FSDP2 FULL_SHARD, TRANSFORMER_BASED_WRAP .*: pass",
+    r"3\. batch: 64 per process, in micro-batches .*: pass",
+    r"4\. gradient checkpointing: on .*: pass",
+    r"5\. memory: 34,688 parameters need .*: pass",
+    r"6\. dtypes: masters float32, .*: pass",
+    r"7\. (gloo|NCCL): .*: pass",
+]
+
+
+def test_facts_self_test_and_checklist_in_order_A02_A04_A05_A20_A21_B23_D45(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\nuse_fsdp: true\nbatch_size: 64\n")
+    assert doctor.run_doctor(str(config), 2) == 0
+    lines = iter(capfd.readouterr().out.splitlines())
+    for fact in FACTS:
+        assert any(re.match(fact, line) for line in lines), fact
+
+
+def self_test_with_a_fault() -> str:
+    selftest.TOLERANCE = -1.0
+    sys.stdout = io.StringIO()
+    with pytest.raises(SystemExit) as caught:
+        selftest.main()
+    assert caught.value.code == 1
+    return sys.stdout.getvalue()
+
+
+def test_a_fault_is_named_with_its_rank_and_ends_the_self_test_A20() -> None:
+    first, second = rank_outcomes(self_test_with_a_fault, 2, process_group=False)
+    for rank, outcome in enumerate((first, second)):
+        assert outcome.error is None
+        last = outcome.result.splitlines()[-1]
+        assert re.fullmatch(
+            rf"\* forward: FAIL on rank {rank}: RuntimeError: embeddings differ from those of one process by \S+", last
+        )
+
+
+def test_one_process_is_enough_A20(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert selftest.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("* Started with 1 process, so nothing is sharded")
+    assert lines[-1].startswith("* memory: ") and lines[-1].endswith(": pass")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("mixed_precision: fp16\n", "1. GPUs visible: none, the run computes on the CPU: FAIL"),
+        ("strategy: single\n", "2. strategy: strategy: single, but 2 processes were started"),
+        ("batch_size: 64\nuse_gradient_cache: false\n", "3. batch: 64 per process at once"),
+        (
+            "use_fsdp: true\ngradient_checkpointing: false\n",
+            "4. gradient checkpointing: off (gradient_checkpointing): FAIL",
+        ),
+    ],
+)
+def test_a_point_that_fails_makes_exit_code_1_D45(
+    options: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\n{options}")
+    monkeypatch.setattr(doctor, "launch", lambda *_: 0)
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
+    assert doctor.run_doctor(str(config), 2) == 1
+    failed = [one for one in capsys.readouterr().out.splitlines() if one.endswith(": FAIL")]
+    assert any(one.startswith(line.removesuffix(": FAIL")) for one in failed)
+
+
+def test_a_failed_self_test_makes_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "launch", lambda *_: 1)
+    assert doctor.run_doctor(None, 2) == 1
+    assert "Self-test: FAIL" in capsys.readouterr().out

@@ -1,0 +1,339 @@
+"""How processes find each other, what each decides, and that every one of them ends well."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed.steps import check_against_one_process, config_of, listen, sharded_step, whole_step
+from tests.harness import free_port, rank_outcomes, run_ranks
+from tests.tiny import shared, tiny_bert
+from vembed.config.fsdp import FsdpConfig
+from vembed.distributed import collectives, session, strategy
+from vembed.distributed.devices import choose_precision
+from vembed.distributed.environment import Place, read_place
+from vembed.distributed.network import interface_to
+from vembed.distributed.strategy import Choice, Need, choose_strategy, estimate_need
+from vembed.errors import UserError
+
+CPU = torch.device("cpu")
+GROUP = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+A_MINUTE_OR_SO = 3 / 60
+"""dist_timeout_minutes of the tests: three seconds."""
+
+
+# ---- the launcher's variables ----------------------------------------------------------------------------------------
+
+
+def test_no_variables_mean_one_process_B26() -> None:
+    assert read_place({}) == Place(rank=0, world_size=1, local_rank=0, local_world_size=1, launched=False)
+
+
+def test_variables_have_torchs_meaning_A10_C26() -> None:
+    assert read_place(GROUP | {"LOCAL_WORLD_SIZE": "1"}) == Place(1, 2, 1, 1, launched=True)
+
+
+@pytest.mark.parametrize("name", GROUP)
+def test_a_missing_variable_is_named_C26(name: str) -> None:
+    env = {key: value for key, value in GROUP.items() if key != name}
+    with pytest.raises(UserError, match=rf"^{name} is not set although ") as caught:
+        read_place(env)
+    assert all(f"{key}={value}" in str(caught.value) for key, value in env.items())
+
+
+def test_nodes_counted_as_processes_are_refused_A10() -> None:
+    with pytest.raises(
+        UserError, match="RANK=2 must be between 0 and WORLD_SIZE - 1 = 1: RANK is the number of the pro"
+    ):
+        read_place(GROUP | {"RANK": "2"})
+    with pytest.raises(UserError, match="WORLD_SIZE='two' is not a whole number"):
+        read_place(GROUP | {"WORLD_SIZE": "two"})
+
+
+# ---- decisions -------------------------------------------------------------------------------------------------------
+
+
+def test_precision_on_the_cpu_C23_D15() -> None:
+    assert choose_precision("auto", CPU, {})[0] == "no"
+    assert choose_precision("bf16", CPU, {}) == ("bf16", "mixed_precision: bf16")
+    assert choose_precision("auto", CPU, {"ACCELERATE_MIXED_PRECISION": "bf16"})[0] == "no"
+    with pytest.raises(UserError, match="fp16 needs a GPU"):
+        choose_precision("fp16", CPU, {})
+
+
+def small(*_: Any) -> Need:
+    return Need(num_parameters=1000, model_bytes=16_000, device_bytes=2**30)
+
+
+def large(*_: Any) -> Need:
+    return Need(num_parameters=8_000_000_000, model_bytes=128 * 2**30, device_bytes=80 * 2**30)
+
+
+def test_auto_chooses_by_size_and_says_why_B33_C02(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("unused")
+    monkeypatch.setattr(strategy, "estimate_need", small)
+    choice = choose_strategy(config, FsdpConfig(), Place(0, 2, 0, 2), CPU)
+    assert choice.strategy == "ddp"
+    assert choice.reason == (
+        "auto: 1,000 parameters need 0.00GB for weights, gradients and optimizer, 0% of the 1.0GB of a process, "
+        "so each process can hold a copy"
+    )
+    monkeypatch.setattr(strategy, "estimate_need", large)
+    choice = choose_strategy(config, FsdpConfig(), Place(0, 2, 0, 2), CPU)
+    assert choice.strategy == "fsdp"
+    assert "8,000,000,000 parameters need 128.00GB" in choice.reason
+    assert "160% of the 80.0GB of a process, more than 50%" in choice.reason
+
+
+def test_advice_where_fsdp_is_pointless_B21_D03(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("unused", use_fsdp=True)
+    monkeypatch.setattr(strategy, "estimate_need", small)
+    choice = choose_strategy(config, FsdpConfig(), Place(0, 2, 0, 2), CPU)
+    assert choice.strategy == "fsdp"
+    assert choice.advice is not None
+    assert choice.advice.startswith("FSDP is not needed here: 1,000 parameters need")
+    monkeypatch.setattr(strategy, "estimate_need", large)
+    assert choose_strategy(config, FsdpConfig(), Place(0, 2, 0, 2), CPU).advice is None
+
+
+def test_one_process_with_fsdp_runs_whole_with_one_line_A01_C34() -> None:
+    choice = choose_strategy(config_of("unused", use_fsdp=True), FsdpConfig(), Place(), CPU)
+    assert choice == Choice(
+        "single", "FSDP was asked for, but one process has nobody to shard with: the model stays whole"
+    )
+
+
+def test_single_with_several_processes_is_refused() -> None:
+    with pytest.raises(UserError, match="strategy: single, but 2 processes were started"):
+        choose_strategy(config_of("unused", strategy="single"), None, Place(0, 2, 0, 2), CPU)
+
+
+def test_need_counts_weights_gradients_and_optimizer() -> None:
+    folder = shared(tiny_bert)
+    full = estimate_need(config_of(folder), Place(0, 2, 0, 2), CPU)
+    assert full.model_bytes == 16 * full.num_parameters
+    assert estimate_need(config_of(folder, optim="adamw_8bit"), Place(), CPU).model_bytes == 10 * full.num_parameters
+    assert estimate_need(config_of(folder, use_lora=True), Place(), CPU).model_bytes == 2 * full.num_parameters
+    assert estimate_need(config_of(folder), Place(), CPU).device_bytes >= 2 * full.device_bytes - 1
+
+
+# ---- start and end ---------------------------------------------------------------------------------------------------
+
+
+def whole_life(folder: str) -> dict[str, Any]:
+    before = dict(os.environ)
+    lines = listen()
+    seen: dict[str, Any] = {}
+    with session.start_session(config_of(folder, dist_timeout_minutes=7, debug=True)) as one:
+        group = dist.group.WORLD
+        assert group is not None
+        seen["timeout"] = group._get_backend(CPU).options._timeout.total_seconds()
+        seen["debug"] = str(dist.get_debug_level())
+        seen["facts"] = (one.rank, one.world_size, one.strategy, str(one.device), one.is_main, one.mixed_precision)
+        model = nn.Linear(3, 3)
+        model.weight.data.fill_(one.rank + 1)
+        seen["weight"] = float(one.prepare(model).state_dict()["weight"].mean())
+        one.barrier()
+    seen["ended"] = not dist.is_initialized()
+    seen["same_environment"] = dict(os.environ) == before
+    seen["lines"] = list(lines)
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    with pytest.raises(ZeroDivisionError) as error, session.start_session(config_of(folder, strategy="ddp")):
+        seen["again"] = collectives.sum_ints([1])
+        raise ZeroDivisionError
+    seen["note"] = error.value.__notes__
+    seen["ended_by_error"] = not dist.is_initialized()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    with pytest.raises(KeyboardInterrupt), session.start_session(config_of(folder, strategy="ddp")):
+        raise KeyboardInterrupt
+    seen["ended_by_interrupt"] = not dist.is_initialized()
+    return seen
+
+
+def test_a_session_starts_says_so_and_ends_the_group_whatever_happens_B27_B28_A17() -> None:
+    results = run_ranks(whole_life, 2, str(shared(tiny_bert)), process_group=False)
+    for rank, seen in enumerate(results):
+        assert seen["timeout"] == 7 * 60
+        assert seen["debug"].endswith("DETAIL")
+        assert seen["facts"] == (rank, 2, "ddp", "cpu", rank == 0, "no")
+        assert seen["weight"] == 1.0
+        assert seen["again"] == [2]
+        assert seen["note"] == [f"rank {rank} of 2"]
+        assert seen["ended"] and seen["ended_by_error"] and seen["ended_by_interrupt"] and seen["same_environment"]
+        assert (
+            "processes: 2, 2 of them on this machine; backend: gloo (no GPU); a collective waits 7 minutes at most"
+            in seen["lines"]
+        )
+
+
+def one_process(folder: str) -> tuple[Any, ...]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    lines = listen()
+    os.environ["ACCELERATE_USE_FSDP"] = "true"  # as `accelerate launch` leaves it
+    os.environ["FSDP_VERSION"] = "2"
+    with session.start_session(config_of(folder, use_fsdp=True)) as one:
+        model = one.prepare(nn.Linear(3, 3))
+        return one.strategy, one.fsdp, type(model).__name__, dist.is_initialized(), lines
+
+
+def test_plain_process_with_fsdp_A01_B12() -> None:
+    kind, fsdp, name, initialised, lines = run_ranks(one_process, 1, str(shared(tiny_bert)), process_group=False)[0]
+    assert (kind, fsdp, name, initialised) == ("single", None, "Linear", False)
+    assert sum("nobody to shard with" in line for line in lines) == 1
+
+
+SEVERAL_SESSIONS = """
+import os, sys, time
+from vembed.config.schema import TrainConfig
+from vembed.distributed import collectives
+from vembed.distributed.session import start_session
+
+for number in range(3):
+    if number and os.environ["RANK"] == "0":
+        time.sleep(0.5)  # the other one is first at the next meeting, where the store still has the last addresses
+    config = TrainConfig(model_name="none", data_path="none", strategy="ddp", dist_timeout_minutes=0.2)
+    with start_session(config):
+        sys.stdout.write(f"SUM {collectives.sum_scalars([1.0])[0]}\\n")
+"""
+
+
+def test_one_launch_holds_several_sessions(tmp_path: Path) -> None:
+    (tmp_path / "sessions.py").write_text(SEVERAL_SESSIONS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "sessions.py")], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("SUM 2.0") == 6
+
+
+def alone_under_torchrun(folder: str) -> tuple[str, bool]:
+    with session.start_session(config_of(folder, use_fsdp=True)) as one:
+        one.prepare(nn.Linear(3, 3))
+    return one.strategy, dist.is_initialized()
+
+
+def test_one_process_under_torchrun_ends_well_too_A11() -> None:
+    assert run_ranks(alone_under_torchrun, 1, str(shared(tiny_bert)), process_group=False) == [("single", False)]
+
+
+def alone_but_offloaded(folder: str) -> Any:
+    """What a single GPU with fsdp_offload_params does, on the CPU."""
+    session.choose_strategy = lambda *_: Choice("fsdp", "test")
+    return sharded_step(config_of(folder, use_fsdp=True, fsdp_offload_params=True, gradient_checkpointing=False))
+
+
+def test_one_process_can_be_a_group_of_its_own() -> None:
+    folder = str(shared(tiny_bert))
+    result = run_ranks(alone_but_offloaded, 1, folder, process_group=False)
+    check_against_one_process(result, whole_step(config_of(folder, gradient_checkpointing=False), 1))
+
+
+# ---- others that fail ------------------------------------------------------------------------------------------------
+
+
+def wait_for_others(folder: str, misfortune: str) -> str:
+    began = time.monotonic()
+    with session.start_session(config_of(folder, strategy="ddp", dist_timeout_minutes=A_MINUTE_OR_SO)) as one:
+        one.barrier()
+        if one.rank == 1:
+            if misfortune == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if misfortune == "raises":
+                raise ValueError("no more paper")
+            time.sleep(60)
+        try:
+            collectives.all_gather_rows(torch.ones(2, 2))
+        except RuntimeError as error:
+            assert time.monotonic() - began < 20
+            return "\n".join(error.__notes__)
+    return "nothing happened"
+
+
+@pytest.mark.parametrize("misfortune", ["killed", "raises", "hangs"])
+def test_the_others_end_in_time_and_name_rank_and_collective_C30(misfortune: str) -> None:
+    outcomes = rank_outcomes(wait_for_others, 2, str(shared(tiny_bert)), misfortune, process_group=False, wait_for=[0])
+    assert outcomes[0].result == "rank 0 of 2, in the collective all_gather_ints (call 1)"
+    if misfortune == "killed":
+        assert outcomes[1].exitcode == -signal.SIGKILL
+    if misfortune == "raises":
+        assert outcomes[1].error is not None
+        assert "no more paper" in outcomes[1].error
+
+
+def wait_for_nobody(folder: str) -> str:
+    os.environ["WORLD_SIZE"] = "2"
+    began = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        session.start_session(config_of(folder, dist_timeout_minutes=A_MINUTE_OR_SO))
+    assert time.monotonic() - began < 20
+    return str(caught.value)
+
+
+def test_a_process_that_never_arrives_is_an_error_with_the_address() -> None:
+    (message,) = run_ranks(wait_for_nobody, 1, str(shared(tiny_bert)), process_group=False)
+    assert message.startswith("Rank 0 did not find all 2 processes at 127.0.0.1:")
+    assert "MASTER_ADDR, MASTER_PORT and WORLD_SIZE and a RANK of its own" in message
+
+
+def between_machines(folder: str) -> tuple[str | None, str | None, list[str]]:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    lines = listen()
+    with session.start_session(config_of(folder, strategy="ddp")) as one:
+        one.barrier()
+        during = os.environ.get("GLOO_SOCKET_IFNAME")
+    return during, os.environ.get("GLOO_SOCKET_IFNAME"), [line for line in lines if line.startswith("network: ")]
+
+
+def test_between_machines_gloo_takes_the_interface_that_leads_to_machine_0() -> None:
+    """By itself it takes the address of the machine's own name, which Debian maps to loopback."""
+    loopback = interface_to("127.0.0.1", 29500)
+    assert loopback is not None and loopback.startswith("lo")
+    assert interface_to("nowhere.invalid", 29500) is None
+    said = [f"network: interface {loopback} (it leads to 127.0.0.1; GLOO_SOCKET_IFNAME names another)"]
+    for found in run_ranks(between_machines, 2, str(shared(tiny_bert)), process_group=False):
+        assert found == (loopback, None, said)
+
+
+def test_machines_that_cannot_reach_each_other_are_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (GROUP | {"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth7"}).items():
+        monkeypatch.setenv(name, value)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: remote=[127.0.0.1]")
+
+    monkeypatch.setattr(session, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 1, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", refused)
+    with pytest.raises(UserError, match=r"set GLOO_SOCKET_IFNAME \(now eth7\).*remote=\[127\.0\.0\.1\]\)\.$"):
+        session.start_session(config_of(str(shared(tiny_bert))))
+
+
+def test_free_ports_differ() -> None:
+    assert len({free_port() for _ in range(5)}) > 1
+
+
+def timeouts_of_a_hybrid_mesh(folder: str) -> list[float]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % 2)
+    options = {"use_fsdp": True, "fsdp_sharding_strategy": "HYBRID_SHARD", "dist_timeout_minutes": 7}
+    with session.start_session(config_of(folder, **options)) as one:
+        mesh = one.accelerator.torch_device_mesh
+        groups = [mesh.get_group(name) for name in mesh.mesh_dim_names]
+        assert dist.group.WORLD not in groups
+        return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
+
+
+def test_the_groups_of_a_hybrid_mesh_wait_as_long_as_all_others() -> None:
+    folder = str(shared(tiny_bert))
+    assert run_ranks(timeouts_of_a_hybrid_mesh, 4, folder, process_group=False) == [[7 * 60] * 2] * 4

@@ -1,0 +1,194 @@
+"""run_ranks: an ordinary function on N processes with a gloo group, a free port, a time limit and a clean end.
+
+The processes are forked from a server that has imported torch, Transformers, Accelerate and vembed once: a rank starts
+in a tenth of a second instead of ten. The server has run nothing but imports, so a rank is as good as a fresh process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.bert.tokenization_bert",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.clip.modeling_clip",
+    "accelerate",
+    "vembed.data.features",
+    "vembed.distributed.session",
+    "vembed.models.embedder",
+    "vembed.training.run",
+]
+
+GRACE = 1.0
+"""Seconds that the other ranks have to report after one has failed."""
+
+
+class RankFailed(AssertionError):  # noqa: N818
+    """A rank raised, died or did not end in time; the message has its number and its traceback."""
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: with a result, with an error (its traceback), or killed (neither, but an exit code)."""
+
+    rank: int
+    result: Any = None
+    error: str | None = None
+    exitcode: int | None = None
+    seconds: float = 0.0
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, process_group: bool = True
+) -> list[Any]:
+    """Call `fn(*args)` on every rank and return the results by rank; the first rank that fails ends all.
+
+    `fn`, its arguments and its result must be picklable: a function at the top of a module. Each rank has torch's
+    variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), one thread, and a gloo process group unless
+    `process_group` is false (for code that starts the group itself).
+    """
+    outcomes = rank_outcomes(fn, world_size, *args, timeout=timeout, process_group=process_group, stop_at_failure=True)
+    failures = []
+    for outcome in sorted(outcomes, key=lambda one: one.seconds):
+        if outcome.error is not None:
+            failures.append(f"rank {outcome.rank} of {world_size} failed:\n{outcome.error}")
+        elif outcome.exitcode not in (0, None):
+            failures.append(f"rank {outcome.rank} of {world_size} died with exit code {outcome.exitcode}")
+    if failures:
+        raise RankFailed("\n".join(failures))
+    return [outcome.result for outcome in outcomes]
+
+
+def rank_outcomes(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60,
+    process_group: bool = True,
+    stop_at_failure: bool = False,
+    wait_for: Sequence[int] | None = None,
+) -> list[Outcome]:
+    """As `run_ranks`, but tell how each rank ended instead of raising; only running past the time limit raises.
+
+    `wait_for`: the ranks to wait for, if not all; the others are ended soon after.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    port = free_port()
+    ranks: dict[Connection, Outcome] = {}
+    processes = []
+    try:
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(sender, fn, args, rank, world_size, port, process_group), daemon=True
+            )
+            process.start()
+            sender.close()
+            processes.append(process)
+            ranks[receiver] = Outcome(rank)
+        began = time.monotonic()  # not before: the first start waits for the server's imports
+        pending, ending = set(ranks), False
+        while pending:
+            left = timeout - (time.monotonic() - began)
+            ready = wait(pending, timeout=max(left, 0.0))
+            if not ready and ending:
+                break
+            if not ready:
+                late = sorted(ranks[one].rank for one in pending)
+                raise RankFailed(f"ranks {late} of {world_size} did not end within {timeout} s")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                pending.discard(connection)
+                outcome = ranks[connection]
+                outcome.seconds = time.monotonic() - began
+                try:
+                    ok, value = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    processes[outcome.rank].join(10)
+                    outcome.exitcode = processes[outcome.rank].exitcode
+                    ok, value = True, None
+                else:
+                    outcome.exitcode = 0 if ok else 1
+                if ok:
+                    outcome.result = value
+                else:
+                    outcome.error = value
+                done = wait_for is not None and not {ranks[one].rank for one in pending} & set(wait_for)
+                if done or (stop_at_failure and outcome.exitcode != 0):
+                    # Others fail because of it, and sometimes before it: leave them a moment to say how.
+                    timeout, ending = min(timeout, outcome.seconds + GRACE), True
+        for process in processes:
+            process.join(10 if not pending else 0)
+        return list(ranks.values())
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        for connection in ranks:
+            connection.close()
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _rank_main(
+    sender: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    port: int,
+    process_group: bool,
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        if process_group:
+            dist.init_process_group("gloo")
+        answer = (True, fn(*args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    try:
+        payload = pickle.dumps(answer)
+    except Exception:
+        payload = pickle.dumps((False, f"the result cannot be pickled:\n{traceback.format_exc()}"))
+    sender.send_bytes(payload)
+    sender.close()
+    if process_group and answer[0] and dist.is_initialized():
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -1,0 +1,225 @@
+"""The local launcher, with scripts of a few lines in place of training: environment, output, signals and failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vembed.distributed import launch as launcher
+
+STOPPABLE = """
+import os, signal, sys, time
+stop = []
+for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)):
+    signal.signal(number, lambda *_, code=code: stop.append(code))
+print("ready", os.environ["RANK"], flush=True)
+deadline = time.monotonic() + 60
+while not stop and time.monotonic() < deadline:
+    time.sleep(0.02)
+time.sleep({saving})
+open(f"saved-{os.environ['RANK']}", "w").close()
+sys.exit(stop[0] if stop else 9)
+"""
+
+LAUNCH = """
+import sys
+from vembed.distributed.launch import launch, rank_environments
+sys.exit(launch([sys.executable, sys.argv[1]], rank_environments(int(sys.argv[2]))))
+"""
+
+
+class Launched:
+    """A launcher as a process of its own, in a folder where its ranks leave files."""
+
+    def __init__(self, folder: Path, script: str, num_processes: int = 2) -> None:
+        (folder / "rank.py").write_text(script)
+        (folder / "launcher.py").write_text(LAUNCH)
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "launcher.py", "rank.py", str(num_processes)],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            # Unbuffered, `print` writes a line in pieces, and two ranks' pieces mix in the pipe that they share.
+            env=os.environ | {"PYTHONUNBUFFERED": ""},
+        )  # fmt: skip
+
+    def end(self, seconds: float = 30.0) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+    def ranks(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def wait_until_ready(self, num_processes: int = 2) -> list[psutil.Process]:
+        """All ranks have printed their line (rank 0 directly, the others through the launcher)."""
+        assert self.process.stdout is not None
+        lines = {self.process.stdout.readline().strip() for _ in range(num_processes)}
+        assert len(lines) == num_processes, lines
+        return self.ranks()
+
+
+def run(folder: Path, script: str, num_processes: int = 2) -> tuple[int, str, str]:
+    return Launched(folder, script, num_processes).end()
+
+
+def test_ranks_get_torchs_environment_A08_B26_C26(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS NCCL_DEBUG"
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    code, out, err = run(tmp_path, f"import os; print(*(os.environ[n] for n in '{names}'.split()), flush=True)", 3)
+    assert (code, err) == (0, "")
+    lines = sorted(line.removeprefix(f"[rank {rank}] ") for rank in (1, 2) for line in out.splitlines()[:])
+    rows = {tuple(line.split()) for line in lines if line[0].isdigit()}
+    assert {row[:2] for row in rows} == {("0", "0"), ("1", "1"), ("2", "2")}
+    assert {row[2:5] for row in rows} == {("3", "3", "127.0.0.1")}
+    assert len({row[5] for row in rows}) == 1
+    assert {row[6:] for row in rows} == {(str(max(1, launcher.num_cores() // 3)), "INFO")}
+
+
+def test_several_machines_C04_A10_C27() -> None:
+    env = {"OMP_NUM_THREADS": "3"}
+    ranks = launcher.rank_environments(2, num_machines=3, machine_rank=1, main_process_ip="10.0.0.1", env=env)
+    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in ranks] == [("2", "0", "6"), ("3", "1", "6")]
+    assert all((one["MASTER_ADDR"], one["MASTER_PORT"]) == ("10.0.0.1", "29500") for one in ranks)
+    assert all((one["LOCAL_WORLD_SIZE"], one["OMP_NUM_THREADS"]) == ("2", "3") for one in ranks)
+
+
+def test_rank_0_writes_as_it_is_and_the_others_with_their_number(tmp_path: Path) -> None:
+    script = "import os, sys; print('out'); sys.stderr.write('err\\n')"
+    code, out, err = run(tmp_path, script)
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[rank 1] out", "out"]
+    assert sorted(err.splitlines()) == ["[rank 1] err", "err"]
+
+
+def test_a_failing_rank_ends_all_and_is_named_B28(tmp_path: Path) -> None:
+    script = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('broken')\ntime.sleep(60)"
+    began = time.monotonic()
+    code, _, err = run(tmp_path, script, 3)
+    assert code == 1
+    assert time.monotonic() - began < 20
+    assert "[rank 1] ValueError: broken" in err
+    assert "vembed: rank 1 ended with exit code 1; ending the other 2" in err
+
+
+def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, STOPPABLE.replace("{saving}", "60"))
+    victim = next(rank for rank in launched.wait_until_ready() if rank.environ()["RANK"] == "1")
+    ranks = launched.ranks()
+    victim.kill()
+    code, _, err = launched.end()
+    assert code == 1
+    assert "vembed: rank 1 was killed by signal 9, SIGKILL (perhaps because memory ran out); ending the other 1" in err
+    assert not [rank for rank in ranks if rank.is_running()], "no orphan, although rank 0 does not heed SIGTERM in time"
+
+
+def test_a_users_mistake_on_a_rank_is_exit_code_2_without_the_tracebacks_it_causes(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    while not (os.path.exists('1') and os.path.exists('2')): time.sleep(0.01)\n"
+        "    sys.stderr.write('error: wrong\\n')\n"
+        "    open('0', 'w').close()\n    sys.exit(2)\n"
+        "sys.stderr.write('before\\n')\nsys.stderr.flush()\nopen(os.environ['RANK'], 'w').close()\n"
+        "while not os.path.exists('0'): time.sleep(0.01)\n"
+        "raise ConnectionError('the other is gone')\n"
+    )
+    code, _, err = run(tmp_path, script, 3)
+    assert code == 2
+    assert sorted(err.splitlines()[:3]) == ["[rank 1] before", "[rank 2] before", "error: wrong"], err
+    assert err.splitlines()[3] == "vembed: rank 0 ended with exit code 2"
+    assert "Traceback" not in err
+
+
+def test_a_traceback_that_ends_nothing_is_shown_too(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, time, traceback\nif os.environ['RANK'] == '1':\n    try:\n        raise OSError('passing')\n"
+        "    except OSError:\n        traceback.print_exc()\nprint('end', file=sys.stderr)\n"
+    )
+    code, _, err = run(tmp_path, script)
+    assert code == 0
+    assert [line for line in err.splitlines() if "rank 1" in line][-2:] == ["[rank 1] OSError: passing", "[rank 1] end"]
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143), (signal.SIGHUP, 143)]
+)
+def test_a_signal_is_passed_on_and_the_checkpoint_awaited(tmp_path: Path, signum: int, code: int) -> None:
+    launched = Launched(tmp_path, STOPPABLE.replace("{saving}", "0.5"))
+    launched.wait_until_ready()
+    launched.process.send_signal(signum)
+    assert launched.end()[0] == code
+    assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, STOPPABLE.replace("{saving}", "60"))
+    ranks = launched.wait_until_ready()
+    launched.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    began = time.monotonic()
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.end()[0] == 130
+    assert time.monotonic() - began < 5
+    assert not [rank for rank in ranks if rank.is_running()]
+
+
+def test_a_signal_to_one_rank_stops_all_where_they_agree(tmp_path: Path) -> None:
+    script = STOPPABLE.replace("while not stop", "while not stop and not os.path.exists('saved-0')").replace(
+        "{saving}", "0"
+    )
+    script = script.replace("else 9", "else 143")
+    launched = Launched(tmp_path, script)
+    first = next(rank for rank in launched.wait_until_ready() if rank.environ()["RANK"] == "0")
+    first.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 143
+
+
+def test_ranks_that_do_not_follow_a_stopped_one_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "FOLLOW_SECONDS", 0.5)
+    (tmp_path / "rank.py").write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(143)\ntime.sleep(60)"
+    )
+    command = [sys.executable, str(tmp_path / "rank.py")]
+    assert launcher.launch(command, launcher.rank_environments(2, env=os.environ)) == 1
+
+
+def test_no_orphan_when_the_launcher_itself_is_killed(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, STOPPABLE.replace("{saving}", "60"))
+    ranks = launched.wait_until_ready()
+    assert len(ranks) == 2
+    launched.process.kill()
+    launched.process.communicate()
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('ready', flush=True)\n"
+        "while not os.path.exists('go'): time.sleep(0.02)\n"
+        "if os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(100)\n"
+    )
+    launched = Launched(tmp_path, script)
+    ranks = launched.wait_until_ready(1) or launched.ranks()
+    (tmp_path / "go").touch()
+    began = time.monotonic()
+    code, _, err = launched.end()
+    assert code == 1 and "rank 1 ended with exit code 3" in err
+    assert time.monotonic() - began < launcher.GRACE_SECONDS + 10
+    assert not [rank for rank in ranks if rank.is_running()]
+
+
+def test_devices_are_counted_without_torch_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launcher.num_visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    monkeypatch.setattr(launcher, "GPU_NODES", ("/",))
+    assert launcher.num_visible_devices({"CUDA_VISIBLE_DEVICES": "2,5"}) == 2
+    monkeypatch.setattr(launcher, "GPU_NODES", ("/nowhere",))
+    assert launcher.num_visible_devices({}) == 0

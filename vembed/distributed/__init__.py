@@ -1,0 +1,1 @@
+"""Processes: how they start, share a model, talk and end."""

@@ -1,0 +1,310 @@
+"""Every collective of the program, each called by all ranks together; without other ranks each does nothing.
+
+What torch's FSDP and Accelerate send by themselves is not in here. Small numbers travel on the CPU where the process
+group has a CPU backend, so that nothing waits for the GPU's queue.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET_BYTES = 64 * 2**20
+"""Gradients are averaged in pieces of about this size: large enough for the wire, small beside the model."""
+
+_counts: Counter[str] = Counter()
+
+
+def world_size() -> int:
+    """Number of processes; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Number of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def collective_counts() -> dict[str, int]:
+    """How often each collective of this module has really talked to other ranks since the last reset."""
+    return dict(_counts)
+
+
+def reset_collective_counts() -> None:
+    """Start counting anew."""
+    _counts.clear()
+
+
+@contextmanager
+def _collective(name: str) -> Iterator[None]:
+    """Count it, and when it fails, let the traceback say which rank failed in which collective."""
+    _counts[name] += 1
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"rank {rank()} of {world_size()}, in the collective {name} (call {_counts[name]:,d})")
+        raise
+
+
+def _number_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where numbers that are no part of the model travel: the CPU if the group has a backend for it."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _all_gather_single(output: Tensor, own: Tensor) -> None:
+    # torch 2.13 renamed these two functions, and its old names warn.
+    if torch.__version__ >= "2.13":
+        dist.all_gather_single(output, own)
+    else:
+        dist.all_gather_into_tensor(output, own)
+
+
+def _reduce_scatter_single(output: Tensor, full: Tensor) -> None:
+    if torch.__version__ >= "2.13":
+        dist.reduce_scatter_single(output, full)
+    else:
+        dist.reduce_scatter_tensor(output, full)
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if world_size() == 1:
+        return
+    with _collective("barrier"):
+        arrived = torch.ones(1, dtype=torch.int64, device=_number_device())
+        dist.all_reduce(arrived)
+        arrived.item()  # on a GPU the call above returns at once: wait for its result
+
+
+def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
+    """The numbers of every rank, by rank; all ranks give equally many."""
+    if world_size() == 1:
+        return [list(values)]
+    with _collective("all_gather_ints"):
+        own = torch.tensor(list(values), dtype=torch.int64, device=_number_device())
+        gathered = own.new_empty(world_size() * own.numel())
+        _all_gather_single(gathered, own)
+        by_rank: list[list[int]] = gathered.view(world_size(), -1).tolist()
+        return by_rank
+
+
+def max_ints(values: Sequence[int]) -> list[int]:
+    """The largest of each number over all ranks."""
+    if world_size() == 1:
+        return list(values)
+    with _collective("max_ints"):
+        largest = torch.tensor(list(values), dtype=torch.int64, device=_number_device())
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        result: list[int] = largest.tolist()
+        return result
+
+
+def sum_ints(values: Sequence[int]) -> list[int]:
+    """The sum of each number over all ranks."""
+    if world_size() == 1:
+        return list(values)
+    with _collective("sum_ints"):
+        total = torch.tensor(list(values), dtype=torch.int64, device=_number_device())
+        dist.all_reduce(total)
+        result: list[int] = total.tolist()
+        return result
+
+
+def sum_scalars(values: Sequence[float]) -> list[float]:
+    """The sum of each number over all ranks, in float64."""
+    if world_size() == 1:
+        return [float(value) for value in values]
+    with _collective("sum_scalars"):
+        total = torch.tensor(list(values), dtype=torch.float64, device=_number_device())
+        dist.all_reduce(total)
+        result: list[float] = total.tolist()
+        return result
+
+
+def all_gather_rows(rows_ND: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+    """All ranks' rows one below the other, by rank; ranks may have different numbers of rows, also none.
+
+    `counts` (rows per rank) spares the exchange of sizes where the caller knows them. Carries no gradient.
+    """
+    if world_size() == 1:
+        return rows_ND.detach()
+    if counts is None:
+        counts = [one[0] for one in all_gather_ints([rows_ND.shape[0]])]
+    with _collective("all_gather_rows"):
+        _check_rows(rows_ND.shape[0], counts[rank()])
+        longest = max(counts)
+        own = rows_ND.detach()
+        if own.shape[0] < longest:
+            own = torch.cat([own, own.new_zeros(longest - own.shape[0], *own.shape[1:])])
+        padded = own.new_empty(world_size() * longest, *own.shape[1:])
+        _all_gather_single(padded, own.contiguous())
+        if min(counts) == longest:
+            return padded
+        parts = [padded[start : start + count] for start, count in zip(_starts(longest), counts, strict=False)]
+        return torch.cat(parts)
+
+
+def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
+    """The reverse of `all_gather_rows`: sum over ranks of [sum of counts, D], of which each rank gets its own rows."""
+    if world_size() == 1:
+        return rows_ND
+    with _collective("reduce_scatter_rows"):
+        _check_rows(rows_ND.shape[0], sum(counts))
+        longest = max(counts)
+        full = rows_ND
+        if min(counts) < longest:
+            full = rows_ND.new_zeros(world_size() * longest, *rows_ND.shape[1:])
+            for start, part in zip(_starts(longest), torch.split(rows_ND, list(counts)), strict=False):
+                full[start : start + part.shape[0]] = part
+        own = full.new_empty(longest, *full.shape[1:])
+        _reduce_scatter_single(own, full.contiguous())
+        return own[: counts[rank()]]
+
+
+def all_reduce_gradients(parameters: Iterable[nn.Parameter], *, average: bool = True) -> None:
+    """Average (or sum) the gradients of a model of which every rank has a copy, in a few large messages.
+
+    A parameter that has a gradient on some ranks only counts as zero on the others; one that has none anywhere keeps
+    none. 16-bit gradients are added up in float32.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if world_size() == 1 or not trained:
+        return
+    present = max_ints([int(parameter.grad is not None) for parameter in trained])
+    gradients: list[Tensor] = []
+    for parameter, is_present in zip(trained, present, strict=True):
+        if is_present:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    with _collective("all_reduce_gradients"):
+        for bucket in _buckets(gradients):
+            dtype = torch.promote_types(bucket[0].dtype, torch.float32)
+            flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in bucket])
+            dist.all_reduce(flat)
+            if average:
+                flat /= world_size()
+            for gradient, summed in zip(
+                bucket, torch.split(flat, [gradient.numel() for gradient in bucket]), strict=True
+            ):
+                gradient.copy_(summed.view_as(gradient))
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], source: int = 0) -> None:
+    """Overwrite the tensors on every rank with those of one rank, in place."""
+    tensors = list(tensors)
+    if world_size() == 1 or not tensors:
+        return
+    with _collective("broadcast_tensors"), torch.no_grad():
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            dist.broadcast(flat, src=source)
+            for tensor, sent in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+                tensor.detach().copy_(sent.view_as(tensor))
+
+
+def equalise(tensors: dict[str, Tensor]) -> list[str]:
+    """Make tensors that every rank should have alike really alike; returns the names of those that were not.
+
+    Each rank sums up its own; only where the sums differ are the values of rank 0 sent.
+    """
+    if world_size() == 1 or not tensors:
+        return []
+    sums = torch.stack([tensor.detach().to(torch.float64).sum().cpu() for tensor in tensors.values()])
+    own = (sums + 0.0).view(torch.int64).tolist()  # no -0.0, whose bits have no negative
+    lowest = [-value for value in max_ints([-value for value in own])]
+    different = [name for name, low, high in zip(tensors, lowest, max_ints(own), strict=True) if low != high]
+    broadcast_tensors(tensors[name] for name in different)
+    return different
+
+
+def sum_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum of a small tensor over all ranks, or over a group of them."""
+    if world_size() == 1:
+        return tensor
+    with _collective("sum_tensor"):
+        total = tensor.to(_number_device(group))
+        dist.all_reduce(total, group=group)
+        return total.to(tensor.device)
+
+
+def broadcast_json(value: Any, source: int = 0) -> Any:
+    """The value of one rank, on every rank; anything that JSON can say (tuples become lists)."""
+    if world_size() == 1:
+        return json.loads(json.dumps(value))
+    with _collective("broadcast_json"):
+        device = _number_device()
+        payload = _to_bytes(value) if rank() == source else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
+        dist.broadcast(size, src=source)
+        buffer = payload.to(device) if rank() == source else torch.empty(int(size), dtype=torch.uint8, device=device)
+        dist.broadcast(buffer, src=source)
+        return _from_bytes(buffer)
+
+
+def gather_objects_as_json(value: Any) -> list[Any]:
+    """Every rank's value, by rank, on all ranks; anything that JSON can say."""
+    if world_size() == 1:
+        return [json.loads(json.dumps(value))]
+    payload = _to_bytes(value).to(_number_device())
+    sizes = [one[0] for one in all_gather_ints([payload.numel()])]
+    return [_from_bytes(part) for part in torch.split(all_gather_rows(payload, sizes), sizes)]
+
+
+def new_cpu_group(timeout: timedelta) -> dist.ProcessGroup | None:
+    """A second group on the CPU, for a thread that talks beside the training (asynchronous saving); None if alone.
+
+    `timeout` is said each time: a new group has gloo's own, not that of the group beside it.
+    """
+    if world_size() == 1:
+        return None
+    with _collective("new_cpu_group"):
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        return group
+
+
+def _to_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(payload: Tensor) -> Any:
+    return json.loads(payload.cpu().numpy().tobytes())
+
+
+def _starts(longest: int) -> Iterator[int]:
+    return itertools.count(0, longest) if longest else itertools.repeat(0)
+
+
+def _check_rows(num_rows: int, expected: int) -> None:
+    if num_rows != expected:
+        raise ValueError(f"rank {rank()} gave {num_rows:,d} rows where its counts say {expected:,d}")
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype and device together, in the given order, at most BUCKET_BYTES (or a single tensor) each."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same_kind in kinds.values():
+        bucket: list[Tensor] = []
+        filled = 0
+        for tensor in same_kind:
+            num_bytes = tensor.numel() * tensor.element_size()
+            if bucket and filled + num_bytes > BUCKET_BYTES:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(tensor)
+            filled += num_bytes
+        if bucket:
+            yield bucket

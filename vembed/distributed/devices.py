@@ -1,0 +1,54 @@
+"""Which device a process computes on, and in which precision."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from vembed.distributed.environment import Place
+from vembed.errors import UserError
+
+Precision = Literal["no", "bf16", "fp16"]
+
+
+def choose_device(place: Place) -> torch.device:
+    """The GPU with the process's local number, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    num_devices = torch.cuda.device_count()
+    if place.local_rank >= num_devices:
+        raise UserError(
+            f"LOCAL_RANK={place.local_rank}, but this machine shows {num_devices} GPU(s): start at most {num_devices} "
+            "process(es) here, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on the CPU."
+        )
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_precision(
+    wanted: Literal["auto", "no", "bf16", "fp16"], device: torch.device, env: Mapping[str, str] = os.environ
+) -> tuple[Precision, str]:
+    """Dtype of the arithmetic, and why. `auto` heeds the launcher, as far as the device can."""
+    launcher = env.get("ACCELERATE_MIXED_PRECISION", "no")
+    has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    chosen: Precision
+    if wanted != "auto":
+        chosen, why = wanted, f"mixed_precision: {wanted}"
+    elif launcher == "fp16":
+        chosen, why = "fp16", "auto: set by the launcher"
+    elif device.type == "cpu":
+        chosen, why = "no", "auto: the CPU computes in the dtype of the weights"
+    elif has_bf16:
+        chosen, why = "bf16", f"auto: {name} computes in bfloat16"
+    else:
+        chosen, why = "no", f"auto: {name} has no bfloat16"
+    if chosen == "fp16" and device.type == "cpu":
+        raise UserError("mixed_precision: fp16 needs a GPU, and this process computes on the CPU: use bf16 or no.")
+    if chosen == "bf16" and not has_bf16:
+        raise UserError(f"mixed_precision: bf16, but {name} has no bfloat16: use fp16 or no.")
+    return chosen, why

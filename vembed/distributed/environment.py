@@ -1,0 +1,55 @@
+"""What the launcher has set: this process's rank among how many, on which machine; in torch's meaning of the names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vembed.errors import UserError
+
+GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""The variables that belong together: all are set, or none is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One process among all: its number, and its number on its own machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launched: bool = False
+    """Whether a launcher has set the variables, or this is a plain process."""
+
+
+def read_place(env: Mapping[str, str] = os.environ) -> Place:
+    """Read the launcher's variables; without any, one process. UserError where some are set and others are not."""
+    present = [name for name in GROUP if env.get(name)]
+    if not present:
+        return Place()
+    missing = [name for name in GROUP if name not in present]
+    if missing:
+        given = ", ".join(f"{name}={env[name]}" for name in present)
+        raise UserError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set although {given}: set "
+            f"{', '.join(GROUP)} together (torchrun and accelerate launch do), or none of them for one process."
+        )
+    rank, world_size, local_rank = (_whole_number(env, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if not 0 <= rank < world_size:
+        raise UserError(
+            f"RANK={rank} must be between 0 and WORLD_SIZE - 1 = {world_size - 1}: RANK is the number of the process."
+        )
+    if local_rank < 0:
+        raise UserError(f"LOCAL_RANK={local_rank} must be the number of the process on its machine, from 0.")
+    _whole_number(env, "MASTER_PORT")
+    local_world_size = _whole_number(env, "LOCAL_WORLD_SIZE") if env.get("LOCAL_WORLD_SIZE") else world_size
+    return Place(rank, world_size, local_rank, min(local_world_size, world_size), launched=True)
+
+
+def _whole_number(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise UserError(f"{name}={env[name]!r} is not a whole number.") from None

@@ -1,0 +1,310 @@
+"""Session: one process among all of a run: its group, its device, its strategy and its Accelerator, and their end."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from vembed.config.fsdp import FsdpConfig, resolve_fsdp
+from vembed.config.schema import TrainConfig
+from vembed.distributed import collectives, cpu_fsdp, sharding
+from vembed.distributed.devices import Precision, choose_device, choose_precision
+from vembed.distributed.environment import Place, read_place
+from vembed.distributed.memory import keep_freed_memory
+from vembed.distributed.network import interface_to
+from vembed.distributed.strategy import GIB, Choice, Strategy, choose_strategy, memory_of_a_process
+from vembed.errors import UserError
+
+log = logging.getLogger("vembed")
+
+WHOLE_GRADIENTS_SHARE = 0.2
+"""Gradients of the whole model may take this share of a process's memory between the micro-batches of a step."""
+_CHANGED_VARIABLES = (
+    "ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE",
+    "TORCH_DISTRIBUTED_DEBUG",
+)  # fmt: skip
+"""What a session and Accelerate set in the environment; put back at the end, so that a second run starts clean."""
+_TOLD_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "ACCELERATE_", "FSDP_",
+)  # fmt: skip
+"""Beginnings of the variables that explain how processes find and treat each other; for `debug: true`."""
+
+
+class Session:
+    """What all parts know about the processes of a run. Use it as a context manager: its end ends the process group."""
+
+    def __init__(
+        self,
+        *,
+        config: TrainConfig,
+        place: Place,
+        device: torch.device,
+        strategy: Strategy,
+        mixed_precision: Precision,
+        fsdp: FsdpConfig | None,
+        accelerator: Accelerator,
+        exits: _Exits,
+    ) -> None:
+        self.config = config
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.local_rank = place.local_rank
+        self.local_world_size = place.local_world_size
+        self.device = device
+        self.strategy: Strategy = strategy
+        self.mixed_precision: Precision = mixed_precision
+        """Dtype of the arithmetic, resolved."""
+        self.fsdp = fsdp
+        """The options of FSDP where the model is sharded, else None."""
+        self.accelerator = accelerator
+        self.reduces_each_micro_batch = False
+        """FSDP: reduce gradients after every micro-batch, not once per step, because whole ones would not fit beside
+        the rest. The sum is the same."""
+        self._place = place
+        self._exits = exits
+
+    @property
+    def memory_of_a_process(self) -> int:
+        """Bytes of this process's GPU, or its part of the machine's memory."""
+        return memory_of_a_process(self._place, self.device)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes files and talks to the console."""
+        return self.rank == 0
+
+    @property
+    def model_device(self) -> torch.device:
+        """Where the model is to be built: whole models on the device itself, others in host memory until sharded."""
+        return self.device if self.strategy != "fsdp" or self.config.use_qlora else torch.device("cpu")
+
+    @property
+    def builds_empty(self) -> bool:
+        """Whether this process builds the model without reading its weights, and is handed its shards by rank 0."""
+        return self._one_reads and self.rank > 0
+
+    @property
+    def _one_reads(self) -> bool:
+        if self.fsdp is None or not self.fsdp.ram_efficient_loading:
+            return False
+        # Weights in 4 bits keep tables beside them that a handed-out shard would not have, and FSDP1 hands out on GPUs
+        # only.
+        return not self.config.use_qlora and (self.fsdp.version == 2 or self.device.type == "cuda")
+
+    def prepare(self, model: nn.Module, layer_classes: tuple[str, ...] = ()) -> nn.Module:
+        """Bring the model to the device, into its precision, to equal weights on all ranks, and into shards.
+
+        `layer_classes` are the units where the config names none. The optimizer is made from what this returns.
+        """
+        # from_pretrained leaves a backbone in evaluation mode, without dropout and without gradient checkpointing.
+        model.train()
+        if self.fsdp is not None:
+            self._choose_reduction(model)
+            return sharding.shard(model, self.accelerator, self.fsdp, layer_classes, one_reads=self._one_reads)
+        # evaluation_mode: device and autocast, but no DDP. Its reducer would miss towers whose micro-batch is not the
+        # last one; collectives.all_reduce_gradients averages all gradients once per step.
+        model = self.accelerator.prepare_model(model, evaluation_mode=True)
+        collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
+        return model
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        collectives.barrier()
+
+    def close(self) -> None:
+        """End the process group and forget Accelerate's state; more than once does nothing more."""
+        self._exits.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and self.world_size > 1:
+            error.add_note(f"rank {self.rank} of {self.world_size}")
+        self.close()
+
+    def _choose_reduction(self, model: nn.Module) -> None:
+        """Between two micro-batches that do not reduce, every rank holds the gradients of the whole model."""
+        size = 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        limit = WHOLE_GRADIENTS_SHARE * memory_of_a_process(self._place, self.device)
+        self.reduces_each_micro_batch = size > limit
+        log.info(
+            "gradients: reduced %s (whole ones take %.2fGB on each process, of at most %.2fGB)",
+            "after every micro-batch" if self.reduces_each_micro_batch else "once per step", size / GIB, limit / GIB,
+        )  # fmt: skip
+
+
+class _Exits:
+    """What has to be undone at the end, whatever happened."""
+
+    def __init__(self) -> None:
+        self.environment = {name: os.environ.get(name) for name in _CHANGED_VARIABLES}
+        self.owns_group = not dist.is_initialized()  # Accelerate starts one too, for one process under torchrun
+
+    def leave(self) -> None:
+        """End the group that this session started, and bring the environment back."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        for name, value in self.environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+_groups = itertools.count()
+"""Numbers of the groups that this process has joined; all processes of a launch join equally many."""
+
+
+def start_session(config: TrainConfig) -> Session:
+    """Join the other processes, choose device, precision and strategy, and log each decision with its reason."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA at its first product
+    place = read_place()
+    device = choose_device(place)
+    if device.type == "cpu":
+        keep_freed_memory()
+    possible, notes = resolve_fsdp(config, os.environ)
+    exits = _Exits()
+    try:
+        if config.debug:
+            os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+            dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+        if place.world_size > 1:
+            _join(config, place, device)
+        choice = choose_strategy(config, possible, place, device)
+        # Machines may differ in memory, and all must do the same.
+        choice = Choice(*collectives.broadcast_json([choice.strategy, choice.reason, choice.advice]))
+        fsdp = possible if choice.strategy == "fsdp" else None
+        if fsdp is not None and place.world_size == 1:
+            _join(config, place, device)
+        wanted = config.mixed_precision if fsdp is None else fsdp.mixed_precision
+        precision, why_precision = choose_precision(wanted, device)
+        _log_environment(place)
+        log.info("device: %s; mixed precision: %s (%s)", device, precision, why_precision)
+        log.info("strategy: %s (%s)", choice.strategy, choice.reason)
+        for line in [*(notes if place.world_size > 1 and (fsdp or possible is None) else ()), choice.advice]:
+            if line is not None:
+                log.info("%s", line)
+        accelerator = _make_accelerator(fsdp, place, device, precision)
+    except BaseException:
+        exits.leave()
+        raise
+    return Session(
+        config=config,
+        place=place,
+        device=device,
+        strategy=choice.strategy,
+        mixed_precision=precision,
+        fsdp=fsdp,
+        accelerator=accelerator,
+        exits=exits,
+    )
+
+
+def _join(config: TrainConfig, place: Place, device: torch.device) -> None:
+    """Start the process group unless there is one; with GPUs also a gloo backend for tensors on the CPU."""
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    alone = place.world_size == 1  # nobody to find, so no address is needed
+    if place.world_size > place.local_world_size:
+        _choose_interface()
+    timeout = timedelta(minutes=config.dist_timeout_minutes)
+    try:
+        store = dist.HashStore() if alone else _meeting_point(timeout)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            backend,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+        )
+    except dist.DistStoreError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(
+            f"Rank {place.rank} did not find all {place.world_size} processes at {address} within "
+            f"{config.dist_timeout_minutes:g} minutes: check that each is started with the same MASTER_ADDR, "
+            f"MASTER_PORT and WORLD_SIZE and a RANK of its own ({str(error).splitlines()[0]})."
+        ) from error
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise UserError(
+            f"Rank {place.rank} found the address of every process, and cannot reach one of them: set "
+            f"GLOO_SOCKET_IFNAME (now {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) to the interface that leads "
+            f"to the other machines, on each of them, and let them open any port to each other "
+            f"({str(error).splitlines()[0]})."
+        ) from error
+    log.info(
+        "processes: %d, %d of them on this machine; backend: %s (%s); a collective waits %g minutes at most",
+        place.world_size, place.local_world_size, backend, "GPUs" if device.type == "cuda" else "no GPU",
+        config.dist_timeout_minutes,
+    )  # fmt: skip
+
+
+def _meeting_point(timeout: timedelta) -> PrefixStore:
+    """The launcher's store, with a shelf for each group that this process joins: torchrun's outlives a group, and
+    whoever came first to the next would find the addresses of the last."""
+    store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
+    return PrefixStore(f"vembed-{next(_groups)}", store)
+
+
+def _choose_interface() -> None:
+    """gloo would take the address of the machine's own name, which on many machines is loopback."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    address = os.environ["MASTER_ADDR"]
+    interface = interface_to(address, int(os.environ["MASTER_PORT"]))
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        log.info("network: interface %s (it leads to %s; GLOO_SOCKET_IFNAME names another)", interface, address)
+
+
+def _log_environment(place: Place) -> None:
+    listed = sorted(name for name in os.environ if name.startswith(_TOLD_VARIABLES))
+    log.debug(
+        "rank %d, local rank %d: %s", place.rank, place.local_rank, ", ".join(f"{n}={os.environ[n]}" for n in listed)
+    )
+
+
+def _make_accelerator(fsdp: FsdpConfig | None, place: Place, device: torch.device, precision: Precision) -> Accelerator:
+    on_cpu = device.type == "cpu"
+    if fsdp is None:
+        os.environ["ACCELERATE_USE_FSDP"] = "false"  # the launcher may have asked for it, for one process or NO_SHARD
+        return Accelerator(cpu=on_cpu, mixed_precision=precision)
+    if fsdp.version == 1 and fsdp.sharding_strategy == "HYBRID_SHARD" and on_cpu:
+        raise UserError("HYBRID_SHARD under fsdp_version: 1 needs GPUs; use fsdp_version: 2.")
+    plugin = sharding.make_plugin(fsdp, precision, device)
+    # The policy in the plugin says all about precision; Accelerate would convert masters beside it.
+    if on_cpu or place.world_size == 1:
+        os.environ["ACCELERATE_USE_FSDP"] = "false"
+        accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")
+        cpu_fsdp.turn_on_fsdp(accelerator, plugin, device)
+    else:
+        accelerator = Accelerator(mixed_precision="no", fsdp_plugin=plugin)
+    if fsdp.version == 2 and fsdp.sharding_strategy == "HYBRID_SHARD":
+        num_machines = place.world_size // place.local_world_size
+        if num_machines > 1 and place.local_world_size > 1:
+            sharding.use_hybrid_mesh(accelerator, num_machines, place.local_world_size)
+        else:
+            log.info("HYBRID_SHARD: with %d machine(s) of %d process(es) it is the same as FULL_SHARD",
+                     num_machines, place.local_world_size)  # fmt: skip
+    return accelerator

@@ -1,0 +1,119 @@
+"""How the processes of a run share the model: one, copies or shards; chosen, or as asked, always with a reason."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+import torch
+
+from vembed.config.fsdp import FsdpConfig, chosen_strategy
+from vembed.config.schema import TrainConfig
+from vembed.distributed.environment import Place
+from vembed.errors import UserError
+from vembed.models import backbones
+from vembed.models.sources import model_folder, read_sentence_transformers
+
+Strategy = Literal["single", "ddp", "fsdp"]
+
+FITS_SHARE = 0.5
+"""Weights, gradients and optimizer may take this share of the memory before `auto` shards them: the rest is for
+activations, gathered embeddings and the data."""
+POINTLESS_SHARE = 0.2
+"""Below this share FSDP that was asked for gets a remark."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A strategy, and what the log says about it."""
+
+    strategy: Strategy
+    reason: str
+    advice: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one copy of the model needs in training, against what a process has."""
+
+    num_parameters: int
+    model_bytes: int
+    device_bytes: int
+
+    @property
+    def share(self) -> float:
+        """Of the memory that a process has."""
+        return self.model_bytes / self.device_bytes
+
+    @property
+    def is_small(self) -> bool:
+        """Whether sharding it would save nothing that is scarce."""
+        return self.share < POINTLESS_SHARE
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_parameters:,d} parameters need {self.model_bytes / GIB:.2f}GB for weights, gradients and "
+            f"optimizer, {self.share:.0%} of the {self.device_bytes / GIB:.1f}GB of a process"
+        )
+
+
+def choose_strategy(config: TrainConfig, fsdp: FsdpConfig | None, place: Place, device: torch.device) -> Choice:
+    """The strategy and why. `fsdp` is what FSDP would be set to; None where the config rules it out."""
+    asked = chosen_strategy(config, os.environ)
+    if place.world_size == 1:
+        if asked == "fsdp":
+            return Choice(
+                "single", "FSDP was asked for, but one process has nobody to shard with: the model stays whole"
+            )
+        return Choice("single", "one process")
+    if asked == "single":
+        raise UserError(
+            f"strategy: single, but {place.world_size} processes were started: start one, or use strategy: ddp."
+        )
+    if asked == "ddp":
+        return Choice("ddp", "asked for")
+    need = estimate_need(config, place, device)
+    if asked == "fsdp":
+        advice = f"FSDP is not needed here: {need}; strategy: ddp would be faster" if need.is_small else None
+        return Choice("fsdp", f"asked for, with the options of {fsdp.source if fsdp else 'the config'}", advice)
+    if need.share > FITS_SHARE:
+        return Choice("fsdp", f"auto: {need}, more than {FITS_SHARE:.0%}")
+    return Choice("ddp", f"auto: {need}, so each process can hold a copy")
+
+
+def estimate_need(config: TrainConfig, place: Place, device: torch.device) -> Need:
+    """Bytes per process for a copy of the model with gradients and optimizer, from the config of the model alone."""
+    num_parameters = sum(
+        count_parameters(name, config) for name in (config.model_name, config.image_model_name) if name is not None
+    )
+    if config.use_qlora:
+        per_parameter = 0.6
+    elif config.use_lora:
+        per_parameter = 4.0 if config.torch_dtype == "float32" else 2.0
+    else:
+        weight = 2.0 if config.pure_dtype and config.torch_dtype in ("bfloat16", "float16") else 4.0
+        state = {"adamw": 8.0, "adamw_8bit": 2.0, "paged_adamw_8bit": 2.0, "adafactor": 0.1, "sgd": 4.0}[config.optim]
+        per_parameter = 2 * weight + state
+    return Need(num_parameters, int(num_parameters * per_parameter), memory_of_a_process(place, device))
+
+
+def count_parameters(model_name: str, config: TrainConfig) -> int:
+    """Parameters of a model, without reading its weights."""
+    folder = model_folder(model_name, config.model_revision)
+    files = read_sentence_transformers(folder)
+    backbone = files.backbone if files is not None else folder
+    model_config = backbones.read_config(backbone, trust_remote_code=config.trust_remote_code)
+    kind = backbones.model_class(model_config, trust_remote_code=config.trust_remote_code)
+    with torch.device("meta"):
+        model = kind(model_config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def memory_of_a_process(place: Place, device: torch.device) -> int:
+    """Bytes of its GPU, or its part of the machine's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return psutil.virtual_memory().total // place.local_world_size
