@@ -1,0 +1,491 @@
+"""Checkpoints of one process: what comes back, what survives being killed at any moment, what a full disk does."""
+
+import logging
+import os
+import resource
+import shutil
+import signal
+import tempfile
+from collections import OrderedDict
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tests.harness import rank_outcomes, run_ranks
+from tests.training.tiny_run import TinyLoss, TinyModel, assert_same, backward, config_for, step, whole_state
+from vembed.distributed.session import start_session
+from vembed.errors import RunError, UserError
+from vembed.training import integrity
+from vembed.training.checkpoint import Checkpointer, latest_good, read_state
+from vembed.training.optim import build_optimizer
+
+
+class Run:
+    """As much of a run as a checkpoint sees."""
+
+    def __init__(self, session, output_dir, model=None, **options):
+        self.config = config_for(output_dir, **options)
+        self.checkpointer = Checkpointer(self.config, session)
+        self.model, self.loss = model or TinyModel(), TinyLoss()
+        self.rebuild()
+        self.state = {"step": 0, "best": None, "best_step": None}
+        self.found = None
+
+    def rebuild(self):
+        """Once more, when the model has been wrapped."""
+        self.optimizer = build_optimizer(self.model, self.loss, self.config)
+        return self
+
+    def resume(self, identity=None):
+        self.found = self.checkpointer.find()
+        self.checkpointer.check(self.found, identity or {"data": "abc", "global_batch_size": 8})
+        if self.found is not None:
+            self.state = self.checkpointer.load(self.found, self.model, self.loss, self.optimizer)
+        return self
+
+    def train(self, num_steps=1):
+        for _ in range(num_steps):
+            step(self.model, self.loss, self.optimizer)
+            self.state["step"] += 1
+        return self
+
+    def save(self, extra=None):
+        self.checkpointer.save(self.state, self.model, self.loss, self.optimizer, extra)
+        return self
+
+    def whole(self):
+        return whole_state(self.model, self.loss, self.optimizer)
+
+
+@contextmanager
+def starting(output_dir, model=None, **options):
+    with start_session(config_for(output_dir, **options)) as session:
+        yield Run(session, output_dir, model, **options)
+
+
+def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
+    with starting(tmp_path) as run:
+        run.resume().train(3)
+        run.model.num_seen += 5
+        run.state |= {"best": 0.5, "best_step": 3, "before": {"ndcg@10": 0.1}, "scale": {"value": 2.0**16}}
+        expected = run.save().whole()
+        kept = dict(run.state)
+        run.train().save()  # goes on, so that nothing that comes back is there by chance
+    folder = tmp_path / "checkpoint-3"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"manifest.json", "state.json", "index.json", "rank00000-00000.safetensors"}
+    with safe_open(folder / "rank00000-00000.safetensors", "pt") as file:
+        assert not any("embeddings" in name for name in file.keys())  # noqa: SIM118 - no mapping
+    with starting(tmp_path, resume=str(folder)) as run:
+        run.resume()
+        assert run.state == kept
+        assert_same(run.whole(), expected)
+        assert run.model.num_seen.tolist() == [5.0] * 3
+        assert (tmp_path / "checkpoint-4.abandoned").is_dir()
+        run.train().save()
+    assert latest_good(tmp_path).name == "checkpoint-4"
+    state = read_state(tmp_path / "checkpoint-4")
+    assert state["optimizer"] == "AdamW of torch"
+    assert (state["world_size"], state["strategy"]) == (1, "single")
+
+
+def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path):
+    with starting(tmp_path / "whole") as run:
+        expected = run.resume().train(6).whole()
+    with starting(tmp_path / "broken") as run:
+        run.resume().train(3).save().train(2)
+    with starting(tmp_path / "broken", resume=True) as run:
+        assert_same(run.resume().train(3).whole(), expected)
+
+
+def test_changed_rates_of_this_run_hold_and_not_those_of_the_checkpoint(tmp_path):
+    with starting(tmp_path) as run:
+        run.resume().train().save()
+    with starting(tmp_path, resume=True, resume_anyway=True, learning_rate=0.01, weight_decay=0.3) as run:
+        run.resume()
+        groups = {(group["lr"], group["initial_lr"], group["weight_decay"]) for group in run.optimizer.param_groups}
+    assert groups == {(0.01, 0.01, 0.3), (0.01, 0.01, 0.0)}
+
+
+@pytest.mark.parametrize("optim", ["adamw_8bit", "adafactor", "sgd"])
+def test_other_optimizers_resume_exactly(tmp_path, optim):
+    options = {"optim": optim, "learning_rate": 1e-3}
+    with starting(tmp_path / "whole", TinyModel(dim=72), **options) as run:
+        expected = run.resume().train(4).whole()
+    with starting(tmp_path / "broken", TinyModel(dim=72), **options) as run:
+        run.resume().train(2).save()
+    with starting(tmp_path / "broken", TinyModel(dim=72), resume=True, async_save=True, **options) as run:
+        assert_same(run.resume().train(2).whole(), expected)
+
+
+def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_fresh(tmp_path):
+    """on_nonfinite: skip may leave out the first steps: the state must not be made up by saving it."""
+    with starting(tmp_path) as run:
+        run.resume()
+        run.state["step"] = 1
+        run.save()
+        assert not run.optimizer.state
+    with starting(tmp_path, resume=True) as run:
+        run.resume()
+        assert not run.optimizer.state
+        backward(run.model, run.loss)
+        run.loss.scale.grad = None
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.state["step"] = 2
+        run.save()
+    with starting(tmp_path, resume=True) as run:
+        run.resume()
+        assert run.loss.scale not in run.optimizer.state
+        assert run.optimizer.state[run.model.head.weight]["step"] == 1
+
+
+def test_four_bit_layers_under_adapters(tmp_path):
+    from bitsandbytes.nn import Linear4bit
+
+    def quantised():
+        model = TinyModel(dim=64)
+        model.frozen = Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+        model.frozen.requires_grad_(False)
+        return model
+
+    with starting(tmp_path, quantised()) as run:
+        expected = run.resume().train().save().whole()
+    with starting(tmp_path, quantised(), resume=True) as run:
+        run.resume()
+        weights = {name: value for name, value in expected.items() if "frozen" not in name}
+        assert_same({name: value for name, value in run.whole().items() if "frozen" not in name}, weights)
+
+
+def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(tmp_path):
+    with starting(tmp_path, async_save=True) as run:
+        run.resume().train(2)
+        expected = run.whole()
+        run.save().train(4)
+        run.checkpointer.wait()
+        run.checkpointer.wait()
+    with starting(tmp_path, resume=True) as run:
+        assert_same(run.resume().whole(), expected)
+
+
+def test_saving_a_step_again_does_nothing(tmp_path):
+    with starting(tmp_path) as run:
+        run.resume().train().save()
+        manifest = (tmp_path / "checkpoint-1" / "manifest.json").stat().st_mtime_ns
+        run.save()
+    with starting(tmp_path, resume=True) as run:
+        run.resume().save()
+    assert (tmp_path / "checkpoint-1" / "manifest.json").stat().st_mtime_ns == manifest
+
+
+def test_old_checkpoints_go_and_the_best_stays(tmp_path):
+    with starting(tmp_path, save_total_limit=2) as run:
+        run.resume()
+        for number in range(1, 6):
+            run.train()
+            run.state |= {"best_step": 2} if number == 2 else {}
+            run.save()
+    assert [number for number, _ in integrity.list_checkpoints(tmp_path)] == [2, 5]
+
+
+def test_the_best_weights_come_back_alone(tmp_path):
+    with starting(tmp_path) as run:
+        run.resume().train()
+        best = {name: value.clone() for name, value in run.model.state_dict().items()}
+        run.save().train(3)
+        optimizer = {key: value["exp_avg"].clone() for key, value in run.optimizer.state.items()}
+        assert run.checkpointer.load_weights(run.checkpointer.path_of(1), run.model, run.loss)
+        for name, value in run.model.state_dict().items():
+            assert torch.equal(value, best[name])
+        assert all(torch.equal(run.optimizer.state[key]["exp_avg"], value) for key, value in optimizer.items())
+
+
+def test_best_weights_that_are_not_there_leave_the_last_ones(tmp_path, caplog):
+    with starting(tmp_path) as run:
+        run.resume().train().save().train()
+        expected = run.whole()
+        assert not run.checkpointer.load_weights(run.checkpointer.path_of(7), run.model, run.loss)
+        (tmp_path / "checkpoint-1" / "index.json").write_text("{}")
+        assert not run.checkpointer.load_weights(run.checkpointer.path_of(1), run.model, run.loss)
+        assert_same(run.whole(), expected)
+    assert "checkpoint-7 cannot be taken: manifest.json is missing" in caplog.text
+    assert "checkpoint-1 cannot be taken: index.json has 2 bytes instead of" in caplog.text
+
+
+def test_extra_files_are_part_of_the_checkpoint(tmp_path):
+    def extra(folder: Path) -> None:
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text("{}")
+
+    with starting(tmp_path) as run:
+        run.resume().train().save(extra)
+    folder = tmp_path / "checkpoint-1"
+    assert integrity.verify(folder) == []
+    (folder / "model" / "config.json").write_text("[]")
+    assert integrity.verify(folder) == ["model/config.json does not match its checksum"]
+
+
+# ---- another model, another optimizer --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: TinyModel(num_layers=3), r"only this run trains model.backbone.layer.2.linear.bias.* and 1 more"),
+        (lambda: TinyModel(num_layers=1), r"only the checkpoint has model.backbone.layer.1.linear.bias"),
+        (lambda: TinyModel(dim=8), r"has the shape \[7, 7\] there and \[8, 8\] in this run"),
+        (lambda: TinyModel(frozen_embeddings=False), r"only this run trains model.backbone.embeddings.weight"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, make, says):
+    with starting(tmp_path) as run:
+        run.resume().train().save()
+    with starting(tmp_path, make(), resume=True) as run, pytest.raises(UserError, match=says):
+        run.resume()
+
+
+@pytest.mark.parametrize(("first", "second"), [("adamw", "sgd"), ("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")])
+def test_state_of_another_optimizer_is_refused(tmp_path, first, second):
+    with starting(tmp_path, optim=first) as run:
+        run.resume().train().save()
+    says = r"holds the state of AdamW.* of \w+, which .* cannot take over"
+    with (
+        starting(tmp_path, optim=second, resume=True, resume_anyway=True) as run,
+        pytest.raises(UserError, match=says),
+    ):
+        run.resume()
+
+
+class Blocks(torch.optim.Optimizer):
+    """State made of several tensors, as torchao's quantised one."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["moment"] = TwoTensor(torch.zeros(4), torch.zeros(4))
+                state["moment"].a.add_(1)
+                state["moment"].b.add_(2)
+
+
+def with_blocks(output_dir, resume):
+    with start_session(config_for(output_dir)) as session:
+        run = Run(session, output_dir, resume=resume)
+        run.optimizer = Blocks([one for one in run.model.parameters() if one.requires_grad], {"lr": 0.1})
+        run.resume()
+        moment = run.optimizer.state[run.model.head.weight].get("moment")
+        found = None if moment is None else (moment.a.tolist(), moment.b.tolist())
+        run.train(2).save()
+        return found
+
+
+def test_blocks_of_a_quantised_state_follow_the_number_of_processes(tmp_path):
+    assert with_blocks(tmp_path, resume=False) is None
+    assert with_blocks(tmp_path, resume=True) == ([2.0] * 4, [4.0] * 4)
+    outcomes = rank_outcomes(with_blocks_on_two, 2, tmp_path, process_group=False, timeout=100)
+    for outcome in outcomes:
+        assert "cannot be divided among 2 process(es)" in (outcome.error or "")
+
+
+def with_blocks_on_two(output_dir):
+    with start_session(config_for(output_dir, strategy="ddp")) as session:
+        run = Run(session, output_dir, resume=True, strategy="ddp")
+        run.optimizer = Blocks([one for one in run.model.parameters() if one.requires_grad], {"lr": 0.1})
+        run.resume()
+
+
+# ---- crashes and full disks ------------------------------------------------------------------------------------
+
+
+class Killer:
+    """Ends this process by SIGKILL before its n-th call that changes the disk."""
+
+    def __init__(self, at):
+        self.at = at
+        self.num_calls = 0
+
+    def wrap(self, owner, name):
+        real = getattr(owner, name)
+
+        def call(*args, **options):
+            self.num_calls += 1
+            if self.num_calls == self.at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **options)
+
+        setattr(owner, name, call)
+
+
+def killed_everywhere(output_dir):
+    """In a process of its own: a child for every moment at which a save can be killed, and what is on the disk then."""
+    start, found = output_dir / "start", []
+    with start_session(config_for(output_dir)) as session:
+        Run(session, start).resume().train().save()
+        for at in range(1, 100):
+            folder = output_dir / f"run-{at}"
+            shutil.copytree(start, folder)
+            child = os.fork()
+            if not child:
+                run = Run(session, folder, resume=True, save_total_limit=1)
+                killer = Killer(at)
+                for owner, name in [
+                    (os, "fsync"),
+                    (Path, "rename"),
+                    (Path, "open"),
+                    (Path, "mkdir"),
+                    (shutil, "rmtree"),
+                ]:
+                    killer.wrap(owner, name)
+                run.resume().train().save()
+                os._exit(0)
+            status = os.waitpid(child, 0)[1]
+            listed = [path for _, path in integrity.list_checkpoints(folder)]
+            are_whole = bool(listed) and not any(integrity.verify(path) for path in listed)
+            run = Run(session, folder, resume=True).resume()
+            found.append((os.WIFSIGNALED(status), are_whole, run.state["step"], list(folder.glob("*.partial"))))
+            if status == 0:
+                return found
+    return found
+
+
+def test_kill_9_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
+    found = run_ranks(killed_everywhere, 1, tmp_path, process_group=False, timeout=100)[0]
+    assert len(found) > 15
+    assert [killed for killed, *_ in found] == [True] * (len(found) - 1) + [False]
+    assert all(are_whole for _, are_whole, *_ in found)
+    assert all(leftovers == [] for *_, leftovers in found)
+    # Up to the rename the old one counts, from then on the new one.
+    steps = [number for _, _, number, _ in found]
+    assert set(steps) == {1, 2}
+    assert steps == sorted(steps)
+
+
+@contextmanager
+def small_files(num_bytes):
+    """Files cannot grow beyond a few bytes: what a full disk does, without filling one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, caplog, async_save):
+    caplog.set_level(logging.INFO, logger="vembed")
+    with starting(tmp_path, on_save_error="continue", async_save=async_save) as run:
+        run.resume().train().save().checkpointer.wait()
+        with small_files(300):
+            run.train().save().checkpointer.wait()
+        assert "checkpoint-2 could not be written (rank 0: File too large); the newest checkpoint is checkpoint-1" in (
+            caplog.text
+        )
+        assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+        run.save().checkpointer.wait()  # there is room again
+        assert latest_good(tmp_path).name == "checkpoint-2"
+    with starting(tmp_path, resume=True, async_save=async_save) as run:
+        run.resume().train()
+        with small_files(300), pytest.raises(RunError, match=r"Make room in .* or set on_save_error: continue"):
+            run.save().checkpointer.wait()
+    assert latest_good(tmp_path).name == "checkpoint-2"
+
+
+def test_a_full_disk_in_the_extra_files(tmp_path):
+    def extra(folder: Path) -> None:
+        raise OSError(28, "No space left on device", str(folder))
+
+    with starting(tmp_path) as run:
+        run.resume().train()
+        with pytest.raises(
+            RunError, match=r"No space left on device: .*checkpoint-1.partial\); the newest checkpoint is none"
+        ):
+            run.save(extra)
+    assert list(tmp_path.glob("checkpoint-*")) == []
+
+
+def test_many_tensors_go_into_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("vembed.training.storage.FILE_BYTES", 300)
+    with starting(tmp_path) as run:
+        expected = run.resume().train().save().whole()
+    files = sorted(path.name for path in (tmp_path / "checkpoint-1").glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[-1] == f"rank00000-{len(files) - 1:05d}.safetensors"
+    with starting(tmp_path, resume=True) as run:
+        assert_same(run.resume().whole(), expected)
+
+
+def test_a_bug_while_saving_keeps_its_traceback(tmp_path, monkeypatch):
+    monkeypatch.setattr("vembed.training.storage.to_safetensors", lambda pieces: 1 / 0)
+    with starting(tmp_path, on_save_error="continue") as run:
+        run.resume().train()
+        with pytest.raises(RuntimeError, match="saving checkpoint-1 failed") as caught:
+            run.save()
+    assert "ZeroDivisionError" in str(caught.value.__cause__)
+
+
+def without_permission(folder):
+    with start_session(config_for(folder / "run")) as session:
+        checkpointer = Checkpointer(config_for(folder / "run"), session)
+        if os.geteuid() == 0:  # root may write everywhere
+            os.setgid(65534)
+            os.setuid(65534)
+        with pytest.raises(UserError) as caught:
+            checkpointer.find()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000])
+def test_a_folder_without_permission_is_named_before_anything_is_loaded(mode):
+    # Not in tmp_path, whose parents belong to one user alone.
+    folder = Path(tempfile.mkdtemp())
+    try:
+        folder.chmod(mode)
+        said = run_ranks(without_permission, 1, folder, process_group=False, timeout=100)[0]
+    finally:
+        folder.chmod(0o700)
+        folder.rmdir()
+    assert "cannot be written to (process 0: Permission denied)" in said
+
+
+def test_tensors_alone_go_into_a_checkpoint(tmp_path):
+    class Odd(nn.Module):
+        def get_extra_state(self):
+            return OrderedDict(x=1)
+
+        def set_extra_state(self, state):
+            """Nothing to set."""
+
+    model = TinyModel()
+    model.odd = Odd()
+    with starting(tmp_path, model) as run:
+        run.resume().train()
+        with pytest.raises(RuntimeError, match="saving") as caught:
+            run.save()
+    assert "holds tensors and JSON alone" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_last_asynchronous_save_is_finished_whatever_ends_the_run(tmp_path, failing, caplog):
+    def crash(run):
+        with run.checkpointer:
+            run.resume().train().save()
+            raise ZeroDivisionError
+
+    with starting(tmp_path, async_save=True) as run:
+        if failing:
+            with small_files(300), pytest.raises(ZeroDivisionError):
+                crash(run)
+            assert "checkpoint-1 could not be written" in caplog.text
+            with small_files(300), pytest.raises(RunError), run.checkpointer:
+                run.save()
+        else:
+            with pytest.raises(ZeroDivisionError):
+                crash(run)
+    assert (latest_good(tmp_path) is None) == failing

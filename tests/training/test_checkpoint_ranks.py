@@ -1,0 +1,145 @@
+"""Checkpoints of several ranks: any number of them and any strategy goes on from what any other wrote."""
+
+import logging
+import resource
+
+import numpy as np
+import pytest
+import torch
+
+from tests.harness import rank_outcomes, run_ranks
+from tests.tiny import shared, tiny_bert
+from tests.training.test_checkpoint import Run
+from tests.training.tiny_run import assert_same, config_for
+from vembed.distributed.session import start_session
+from vembed.errors import RunError, UserError
+from vembed.training import integrity
+from vembed.training.checkpoint import Checkpointer
+
+
+def one_part(output_dir, model_name, options):
+    """Resume, train a step, save; the state as it was found, and as it was left."""
+    options = {"model_name": model_name, "resume": "auto", **options}
+    with start_session(config_for(output_dir, **options)) as session:
+        run = Run(session, output_dir, **options)
+        run.model = session.prepare(run.model, ("Layer",))
+        run.rebuild().resume()
+        found = run.whole()
+        run.train().save()
+        left = run.whole()
+        run.model.num_seen += 1  # an asynchronous save must not see this
+        run.checkpointer.wait()
+        return run.state["step"], session.strategy, found, left
+
+
+CHAIN = [
+    (1, {}, "single"),
+    (2, {"strategy": "ddp"}, "ddp"),
+    (2, {"use_fsdp": True}, "fsdp"),
+    (3, {"use_fsdp": True, "async_save": True}, "fsdp"),
+    (2, {"use_fsdp": True, "fsdp_version": 1}, "fsdp"),
+    (1, {"async_save": True}, "single"),
+    (3, {"strategy": "ddp", "async_save": True}, "ddp"),
+    (2, {"use_fsdp": True, "fsdp_version": 1, "async_save": True}, "fsdp"),
+    (2, {"use_fsdp": True, "fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_offload_params": True}, "fsdp"),
+    (1, {}, "single"),
+]
+
+
+@pytest.mark.timeout(300)
+def test_every_strategy_goes_on_from_every_other_without_a_bit_of_difference_E25(tmp_path):
+    model_name = str(shared(tiny_bert))
+    before: dict[str, np.ndarray] | None = None
+    for number, (world_size, options, strategy) in enumerate(CHAIN):
+        parts = run_ranks(one_part, world_size, tmp_path, model_name, options, process_group=False, timeout=100)
+        for last_step, used, found, _ in parts:
+            assert (last_step, used) == (number + 1, strategy)
+            if before is not None:
+                assert_same(found, before)
+        before = parts[0][3]
+        for *_, left in parts[1:]:
+            assert_same(left, before)
+    assert [number for number, _ in integrity.list_checkpoints(tmp_path)] == [
+        len(CHAIN) - 2,
+        len(CHAIN) - 1,
+        len(CHAIN),
+    ]
+
+
+def full_disk_on_one(output_dir, async_save):
+    """Rank 1 alone cannot write: first going on, then stopping."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("vembed").addHandler(handler)
+    options = {"strategy": "ddp", "on_save_error": "continue", "async_save": async_save}
+    with start_session(config_for(output_dir, **options)) as session:
+        run = Run(session, output_dir, **options).resume().train().save()
+        run.checkpointer.wait()
+        if session.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+        run.train().save()
+        run.checkpointer.wait()
+        run.checkpointer.config = run.config.model_copy(update={"on_save_error": "stop"})
+        with pytest.raises(RunError) as caught:
+            run.train().save().checkpointer.wait()
+        run.checkpointer.verify(run.checkpointer.path_of(1))
+    return [line for line in lines if "could not be written" in line], str(caught.value)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_disk_that_is_full_on_one_rank_is_known_on_all(tmp_path, async_save):
+    for logged, raised in run_ranks(full_disk_on_one, 2, tmp_path, async_save, process_group=False):
+        assert len(logged) == 1
+        assert (
+            "checkpoint-2 could not be written (rank 1: File too large); the newest checkpoint is checkpoint-1"
+            in logged[0]
+        )
+        assert raised.startswith("checkpoint-3 could not be written (rank 1: File too large)")
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def timeout_of_the_second_group(output_dir):
+    config = config_for(output_dir, strategy="ddp", async_save=True, dist_timeout_minutes=7)
+    with start_session(config) as session, Checkpointer(config, session) as checkpointer:
+        return checkpointer._group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_asynchronous_saving_waits_as_long_as_other_collectives(tmp_path):
+    assert run_ranks(timeout_of_the_second_group, 2, tmp_path, process_group=False) == [7 * 60] * 2
+
+
+def two_folders(output_dir):
+    with start_session(config_for(output_dir, strategy="ddp")) as session:
+        own = output_dir / f"rank-{session.rank}"
+        with pytest.raises(UserError) as not_shared:
+            Run(session, own).checkpointer.find()
+        blocked = output_dir / "file" if session.rank else output_dir
+        with pytest.raises(UserError) as not_writable:
+            Run(session, blocked / "run").checkpointer.find()
+        with pytest.raises(UserError) as nothing_there:
+            Run(session, output_dir / "run", resume=True).checkpointer.find()
+    return str(not_shared.value), str(not_writable.value), str(nothing_there.value)
+
+
+def test_what_is_wrong_with_output_dir_is_said_on_every_rank(tmp_path):
+    (tmp_path / "file").touch()
+    for not_shared, not_writable, nothing_there in run_ranks(two_folders, 2, tmp_path, process_group=False):
+        assert "not the same folder for all processes (process 1 does not see what process 0 writes" in not_shared
+        assert "process 1: Not a directory" in not_writable
+        assert "holds no checkpoint" in nothing_there
+    assert not list(tmp_path.rglob(".probe*"))
+
+
+def own_negatives(output_dir, resume):
+    strategy = {"strategy": "ddp"} if resume else {}
+    options = {"negatives_from": "own_rank", "resume": resume, **strategy}
+    with start_session(config_for(output_dir, **options)) as session:
+        run = Run(session, output_dir, **options).resume().train().save()
+    return run.state["step"]
+
+
+def test_negatives_of_the_own_rank_fix_the_number_of_ranks(tmp_path):
+    assert run_ranks(own_negatives, 1, tmp_path, False, process_group=False) == [1]
+    for outcome in rank_outcomes(own_negatives, 2, tmp_path, True, process_group=False):
+        assert "world_size 1 -> 2" in (outcome.error or "")

@@ -1,0 +1,50 @@
+"""What a step may cost, counted by benchmarks.counts: padding, forwards, waits for the device, collectives, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.counts import counts
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return counts()
+
+
+@pytest.mark.timeout(240)
+def test_padding_stays_far_below_that_of_columns(found: dict[str, Any]) -> None:
+    padded, by_column = (1 / (1 - found[key]) for key in ("padding", "padding_by_column"))
+    assert padded < 1.2
+    assert by_column > 1.8 * padded
+
+
+@pytest.mark.timeout(240)
+def test_forwards_are_micro_batches_and_twice_as_many_with_gradient_cache(found: dict[str, Any]) -> None:
+    whole, kept, cached = found["runs"]
+    assert whole["forwards_per_step"] < 2
+    assert kept["forwards_per_step"] > 5
+    assert cached["forwards_per_step"] == 2 * kept["forwards_per_step"]
+
+
+@pytest.mark.timeout(240)
+def test_the_step_seldom_waits_for_the_device(found: dict[str, Any]) -> None:
+    # Loss and gradient norm are read; and Transformers reads each micro-batch's mask, where it has one.
+    for run in found["runs"]:
+        assert run["reads_per_step"] <= 4 + run["forwards_per_step"]
+
+
+@pytest.mark.timeout(240)
+def test_collectives_do_not_depend_on_micro_batches(found: dict[str, Any]) -> None:
+    once = {"all_gather_ints": 1, "all_reduce_gradients": 1, "max_ints": 1, "reduce_scatter_rows": 1, "sum_scalars": 1}
+    for run in found["runs"]:
+        assert run["collectives_per_step"] == {**once, "all_gather_rows": 2}
+
+
+@pytest.mark.timeout(240)
+def test_the_loss_never_makes_a_square(found: dict[str, Any]) -> None:
+    elements = {int(rows): number for rows, number in found["loss_elements"].items()}
+    assert elements[8192] < 8192**2 / 4
+    assert elements[8192] <= 2 * elements[4096] <= 4 * elements[2048]

@@ -1,0 +1,267 @@
+"""cache_frozen_features: what a frozen tower gives is computed once, kept, and changes no digit of the training."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import vembed
+from tests.families.pictures import mixed_rows, words_and_pictures
+from tests.harness import run_ranks
+from tests.tiny import WORDS, shared, tiny_clip, tiny_qwen3_vl, tiny_siglip
+from vembed.data import feature_store
+from vembed.data.feature_store import FeatureStore
+from vembed.data.features import Features
+from vembed.errors import Stopped, UserError
+from vembed.models import embedder
+from vembed.training.interrupts import Interrupts
+
+NUM_ROWS = 16
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "vembed" / "features"
+
+
+def options(folder: Path, output: str, **more: Any) -> dict[str, Any]:
+    """Two epochs of four steps over pictures of which none occurs twice; micro-batches of one row, because the last
+    digits of a matrix product depend on the number of its rows."""
+    data = folder / "train.jsonl"
+    if not data.exists():
+        words_and_pictures(folder, WORDS[:NUM_ROWS], 1, "train", seed=0)
+    return {
+        "model_name": str(shared(tiny_clip, dropout=0.3)), "data_path": str(data), "output_dir": str(folder / output),
+        "global_batch_size": 4, "epochs": 2, "learning_rate": 1e-2, "freeze": ["vision"], "use_gradient_cache": True,
+        "gradient_cache_chunk_size": 1, "logging_steps": 1, "report_to": [], "cache_frozen_features": True, **more,
+    }  # fmt: skip
+
+
+def train(settings: dict[str, Any]) -> dict[str, Any]:
+    """One run: its losses and gradient norms, and how many pictures passed the tower in it."""
+    passed = []
+    original = embedder.tower_features
+
+    def counting(description: Any, backbone: Any, lane: str, inputs: Any) -> torch.Tensor:
+        if lane == "image":
+            passed.append(len(inputs["pixel_values"]))
+        return original(description, backbone, lane, inputs)
+
+    embedder.tower_features = counting
+    try:
+        vembed.train(settings)
+    finally:
+        embedder.tower_features = original
+    lines = [json.loads(line) for line in (Path(settings["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    return {"losses": [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line], "passed": sum(passed)}
+
+
+def train_there(cache: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """On a rank, whose server took over the environment of the test that came first."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    return train(settings)
+
+
+def logged(folder: Path, output: str) -> str:
+    return (folder / output / "training_log.txt").read_text()
+
+
+def weights(folder: Path, output: str) -> dict[str, torch.Tensor]:
+    return load_file(folder / output / "final" / WEIGHTS)
+
+
+def test_the_second_epoch_and_the_second_run_pass_no_tower_and_nothing_else_changes(tmp_path: Path) -> None:
+    without = train(options(tmp_path, "without", cache_frozen_features=False))
+    first = train(options(tmp_path, "first"))
+    assert f"frozen features, image: {NUM_ROWS} computed, {NUM_ROWS} read from" in logged(tmp_path, "first")
+    second = train(options(tmp_path, "second"))
+    dummy = 1
+    assert without["passed"] == 2 * NUM_ROWS + dummy  # once per step, also under Gradient Cache
+    assert first["passed"] == NUM_ROWS + dummy
+    assert second["passed"] == dummy
+    assert first["losses"] == second["losses"] == without["losses"]
+    expected = weights(tmp_path, "without")
+    for output in ("first", "second"):
+        for name, value in weights(tmp_path, output).items():
+            assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("kept", [{}, {"use_gradient_cache": False}], ids=["cached", "kept-graphs"])
+def test_a_frozen_tower_without_projection_and_kept_graphs(tmp_path: Path, kept: dict[str, Any]) -> None:
+    more = {"model_name": str(shared(tiny_siglip)), "loss": "sigmoid", **kept}
+    without = train(options(tmp_path, "without", cache_frozen_features=False, **more))
+    assert train(options(tmp_path, "with", **more))["losses"] == without["losses"]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "fsdp", "fsdp_version": 1}],
+    ids=["ddp", "fsdp2", "fsdp1"],
+)
+def test_two_ranks_use_what_the_other_has_computed(tmp_path: Path, cache: Path, strategy: dict[str, Any]) -> None:
+    more = {"model_name": str(shared(tiny_clip)), "mixed_precision": "no"}
+    home = os.environ["XDG_CACHE_HOME"]
+    one = train(options(tmp_path, "one", **more))
+    more |= strategy
+    again = run_ranks(train_there, 2, home, options(tmp_path, "again", **more), process_group=False, timeout=100)
+    assert [rank["passed"] for rank in again] == [1, 1]  # a dummy each
+    for path in cache.glob("*/*.features"):
+        path.unlink()
+    two = run_ranks(train_there, 2, home, options(tmp_path, "two", **more), process_group=False, timeout=100)
+    assert sum(rank["passed"] for rank in two) == NUM_ROWS + 2
+    for found in (again, two):
+        np.testing.assert_allclose(found[0]["losses"], one["losses"], rtol=1e-4)
+
+
+def test_a_resumed_run_computes_only_what_it_has_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(options(tmp_path, "whole", cache_frozen_features=False))
+    agree, calls = Interrupts.agree, []
+
+    def stop_after_two(self: Interrupts, save_seconds: float = 0.0) -> bool:
+        calls.append(1)
+        if len(calls) == 2:
+            self._number = 15
+        return agree(self, save_seconds)
+
+    monkeypatch.setattr(Interrupts, "agree", stop_after_two)
+    with pytest.raises(Stopped):
+        train(options(tmp_path, "parts"))
+    rest = train(options(tmp_path, "parts", resume=True))
+    assert rest["passed"] == NUM_ROWS - 2 * 4 + 1
+    assert rest["losses"] == whole["losses"]
+
+
+def test_other_weights_other_pictures_and_other_settings_have_features_of_their_own(
+    tmp_path: Path, cache: Path
+) -> None:
+    train(options(tmp_path, "first"))
+    other = train(options(tmp_path, "other", model_name=str(shared(tiny_clip))))  # dropout is a setting of the tower
+    assert other["passed"] == NUM_ROWS + 1 and len(list(cache.iterdir())) == 2
+    half = train(options(tmp_path, "half", torch_dtype="bfloat16"))
+    assert half["passed"] == NUM_ROWS + 1 and len(list(cache.iterdir())) == 3
+    picture = sorted((tmp_path / "images").iterdir())[0]
+    os.utime(picture, ns=(1, 1))
+    assert train(options(tmp_path, "changed"))["passed"] == 1 + 1
+
+
+# ---- broken files ----------------------------------------------------------------------------------------------------
+
+
+def _features(count: int) -> list[Features]:
+    return [
+        Features("text", 3, number, number, np.array([number, number + 1, 7], dtype=np.int32))
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def _written(folder: Path, inputs: list[Features], rows: np.ndarray) -> Path:
+    store = FeatureStore(folder, "tower")
+    store.add(inputs[:3], rows[:3])
+    store.add(inputs[3:], rows[3:])
+    store.close()
+    (path,) = (folder / "tower").iterdir()
+    return path
+
+
+def _corrupt(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0xFF
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rows_come_back_in_this_process_and_in_others(tmp_path: Path, dtype: Any) -> None:
+    inputs, rows = _features(8), np.random.default_rng(0).normal(size=(8, 5)).astype(dtype)
+    writer, reader = FeatureStore(tmp_path, "tower"), FeatureStore(tmp_path, "tower")
+    assert reader.find(inputs) == {}
+    writer.add(inputs[:5], rows[:5])
+    for store in (writer, reader):
+        found = store.find(inputs)
+        assert sorted(found) == [0, 1, 2, 3, 4]
+        assert all(np.array_equal(row, rows[place]) for place, row in found.items())
+    reader.add(inputs[5:], rows[5:])
+    assert len(writer.find(inputs)) == 8 == len(FeatureStore(tmp_path, "tower"))
+    assert FeatureStore(tmp_path, "another tower").find(inputs) == {}
+
+
+def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
+    inputs, rows = _features(6), np.arange(24, dtype=np.float32).reshape(6, 4)
+    path = _written(tmp_path, inputs, rows)
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        path.write_bytes(whole)
+        _corrupt(path, position)
+        found = FeatureStore(tmp_path, "tower").find(inputs)
+        assert len(found) < 6 and all(np.array_equal(row, rows[place]) for place, row in found.items())
+        path.write_bytes(whole[:position])
+        found = FeatureStore(tmp_path, "tower").find(inputs)
+        assert len(found) < 6 and all(np.array_equal(row, rows[place]) for place, row in found.items())
+
+
+def test_damage_is_said_and_made_good(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    inputs, rows = _features(6), np.arange(24, dtype=np.float32).reshape(6, 4)
+    path = _written(tmp_path, inputs, rows)
+    _corrupt(path, len(path.read_bytes()) - 1)
+    (tmp_path / "tower" / "notes.features").write_text("a file of somebody else's, which is longer than a header is")
+    store = FeatureStore(tmp_path, "tower")
+    found = store.find(inputs)
+    assert "notes.features does not hold features of this tower" in caplog.text
+    assert f"{path} is damaged at byte" in caplog.text
+    missing = [place for place in range(6) if place not in found]
+    store.add([inputs[place] for place in missing], rows[missing])
+    assert len(FeatureStore(tmp_path, "tower").find(inputs)) + len(found) >= 6
+    again = FeatureStore(tmp_path, "tower")
+    again.add([inputs[place] for place in found], rows[list(found)])
+    assert len(FeatureStore(tmp_path, "tower").find(inputs)) == 6
+
+
+def test_a_run_with_damaged_features_computes_them_anew(tmp_path: Path, cache: Path) -> None:
+    first = train(options(tmp_path, "first"))
+    (path,) = cache.glob("*/*.features")
+    _corrupt(path, len(path.read_bytes()) // 2)
+    again = train(options(tmp_path, "again"))
+    assert again["losses"] == first["losses"] and 1 < again["passed"] <= NUM_ROWS + 1
+
+
+def test_a_full_disk_costs_time_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = train(options(tmp_path, "without", cache_frozen_features=False))
+    append, calls = feature_store._append, []
+
+    def full(descriptor: int, data: bytes) -> None:
+        calls.append(1)
+        if len(calls) > 3:
+            raise OSError(28, "No space left on device")
+        append(descriptor, data)
+
+    monkeypatch.setattr(feature_store, "_append", full)
+    assert train(options(tmp_path, "run"))["losses"] == without["losses"]
+    said = logged(tmp_path, "run")
+    assert said.count("cannot be written (No space left on device)") == 1 and "set XDG_CACHE_HOME" in said
+
+
+# ---- what cannot be --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{"freeze": []}, {"freeze": [], "use_lora": True}])
+def test_without_a_frozen_tower_it_is_refused_before_a_model_is_read(tmp_path: Path, more: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"needs a tower of which nothing is trained.*freeze: \[vision\]"):
+        vembed.train(options(tmp_path, "run", model_name=str(tmp_path / "nowhere"), **more))
+
+
+def test_parts_of_towers_are_not_enough(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"\(clip\) has none in this run: freeze one"):
+        vembed.train(options(tmp_path, "run", freeze=["first_n_layers=1"]))
+    data = mixed_rows(tmp_path, 8)
+    vision_language = {"model_name": str(shared(tiny_qwen3_vl)), "data_path": str(data)}
+    with pytest.raises(UserError, match="images pass its language model too"):
+        vembed.train(options(tmp_path, "run", **vision_language))

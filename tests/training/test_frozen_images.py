@@ -1,0 +1,115 @@
+"""A frozen image tower inside a vision-language model sees each image once per step, and no digit changes by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import vembed
+from tests import tiny
+from tests.families.pictures import mixed_rows
+from tests.harness import run_ranks
+from tests.models.families import built, parts_for
+from tests.training.test_run import metrics
+from vembed.models import embedder, lanes
+from vembed.training.frozen import FrozenImages
+
+FAMILIES = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_vl, tiny.tiny_qwen2_5_vl]
+FROZEN = {"freeze": ["vision"]}
+LORA = {"use_lora": True, "lora_r": 4, "lora_towers": "text", "lora_dropout": 0.2}
+
+
+def options(folder: Path, output: str, **more: Any) -> dict[str, Any]:
+    data = folder / "mixed.jsonl"
+    if not data.exists():
+        mixed_rows(folder, 12)
+    return {
+        "model_name": str(tiny.shared(tiny.tiny_qwen3_vl)), "data_path": str(data), "output_dir": str(folder / output),
+        "global_batch_size": 6, "max_steps": 3, "learning_rate": 1e-2, "use_gradient_cache": True,
+        "micro_batch_tokens": 60, "logging_steps": 1, "report_to": [], **more,
+    }  # fmt: skip
+
+
+def train(settings: dict[str, Any], keeps: bool = True) -> dict[str, Any]:
+    """One run: its losses, and how many images' patches passed the image tower; `keeps`: whether a step keeps what it
+    gave."""
+    passed: list[int] = []
+    original = lanes.image_features, FrozenImages.keeps
+    forward = embedder.tower_features
+
+    def seen(backbone: Any, inputs: Any) -> torch.Tensor:
+        passed.append(len(inputs["image_grid_thw"]))
+        return original[0](backbone, inputs)
+
+    def counted(description: Any, backbone: Any, lane: str, inputs: Any) -> torch.Tensor:
+        if "pixel_values" in inputs:
+            passed.append(len(inputs["image_grid_thw"]))
+        return forward(description, backbone, lane, inputs)
+
+    embedder.image_features, embedder.tower_features = seen, counted
+    if not keeps:
+        FrozenImages.keeps = lambda self, num_tokens: False  # type: ignore[method-assign]
+    try:
+        vembed.train(settings)
+    finally:
+        embedder.image_features, FrozenImages.keeps = original  # type: ignore[method-assign]
+        embedder.tower_features = forward
+    found = list(zip(metrics(settings["output_dir"]), metrics(settings["output_dir"], "grad_norm"), strict=True))
+    return {"losses": found, "passed": sum(passed)}
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_what_the_image_tower_gave_can_take_the_place_of_pixels(make: Callable[..., Path]) -> None:
+    model = built(make, freeze=["vision"]).train()
+    (part,) = [part for part in parts_for(model.description) if part[0] == "vision"]
+    per_token = model.bytes_of_frozen_images()
+    (features,) = model([part], images_only=True)
+    assert not features.requires_grad
+    assert features.shape[0] * features.shape[2] * 4 == per_token
+    given = {name: tensor for name, tensor in part[1].items() if name != "pixel_values"} | {"image_features": features}
+    (through,), (direct,) = model([("vision", given)]), model([part])
+    assert torch.equal(through, direct) and through.requires_grad
+    assert built(make).bytes_of_frozen_images() is None
+    assert built(make, freeze=["text"]).bytes_of_frozen_images() is None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [FROZEN, LORA, {**FROZEN, "gradient_checkpointing": True}, {**LORA, "mixed_precision": "bf16"}],
+    ids=["frozen", "lora", "checkpointing", "bf16"],
+)
+def test_each_image_passes_once_and_the_run_is_the_same(tmp_path: Path, more: dict[str, Any]) -> None:
+    twice = train(options(tmp_path, "twice", **more), keeps=False)
+    once = train(options(tmp_path, "once", **more))
+    assert once["losses"] == twice["losses"]
+    assert 0 < once["passed"] == twice["passed"] / 2
+    others = load_file(tmp_path / "twice" / "final" / "model.safetensors")
+    for name, value in load_file(tmp_path / "once" / "final" / "model.safetensors").items():
+        assert torch.equal(value, others[name]), name
+
+
+@pytest.mark.parametrize("strategy", [{"strategy": "ddp"}, {"use_fsdp": True}, {"use_fsdp": True, "fsdp_version": 1}])
+def test_on_two_ranks(tmp_path: Path, strategy: dict[str, Any]) -> None:
+    more = {**LORA, "lora_dropout": 0.0, "mixed_precision": "no"}
+    one = train(options(tmp_path, "one", **more), keeps=False)
+    two = run_ranks(train, 2, options(tmp_path, "two", **more, **strategy), process_group=False, timeout=100)
+    again = run_ranks(train, 2, options(tmp_path, "again", **more, **strategy), False, process_group=False, timeout=100)
+    assert two[0]["losses"] == again[0]["losses"]
+    assert all(0 < mine["passed"] == other["passed"] / 2 for mine, other in zip(two, again, strict=True))
+    np.testing.assert_allclose(two[0]["losses"], one["losses"], rtol=1e-4)
+
+
+def test_where_there_is_no_room_or_no_second_phase_nothing_is_kept(tmp_path: Path) -> None:
+    images = FrozenImages.__new__(FrozenImages)
+    images.max_tokens = 100
+    assert images.keeps(100) and not images.keeps(101)
+    kept_graphs = train(options(tmp_path, "graphs", **{**FROZEN, "use_gradient_cache": False}))
+    cached = train(options(tmp_path, "cached", **FROZEN))
+    assert kept_graphs["passed"] == cached["passed"]
+    np.testing.assert_allclose(kept_graphs["losses"], cached["losses"], rtol=1e-5)

@@ -1,0 +1,134 @@
+"""Checkpoint folders: damage of any kind is seen, and what is removed is never the best or the newest."""
+
+import json
+import os
+import shutil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vembed.training import integrity
+from vembed.training.checkpoint import latest_good
+
+
+def fake_checkpoint(output_dir, step, content=b"0123456789" * 20):
+    partial = output_dir / f"checkpoint-{step}.partial"
+    (partial / "model").mkdir(parents=True)
+    for name in ("a.safetensors", "state.json", "model/config.json"):
+        (partial / name).write_bytes(content)
+    integrity.commit(partial, output_dir / f"checkpoint-{step}", {})
+    return output_dir / f"checkpoint-{step}"
+
+
+def damage(folder, name, kind, position):
+    path = folder / name
+    data = path.read_bytes()
+    position = min(int(position * len(data)), len(data) - 1)
+    if kind == "delete":
+        path.unlink()
+    elif kind == "truncate":
+        path.write_bytes(data[:position])
+    elif kind == "flip":
+        path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+    else:
+        path.write_bytes(data + b"x")
+
+
+FILES = ["a.safetensors", "state.json", "model/config.json", integrity.MANIFEST]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    name=st.sampled_from(FILES),
+    kind=st.sampled_from(["delete", "truncate", "flip", "append"]),
+    position=st.floats(0, 1, exclude_max=True),
+)
+def test_any_damage_to_any_file_is_seen(tmp_path_factory, name, kind, position):
+    folder = fake_checkpoint(tmp_path_factory.mktemp("run"), 1)
+    assert integrity.verify(folder) == []
+    damage(folder, name, kind, position)
+    problems = integrity.verify(folder)
+    # A byte of white space at the manifest's end changes nothing that it says.
+    assert problems or (name == integrity.MANIFEST and json.loads((folder / name).read_bytes()))
+    assert not problems or name in problems[0]
+    shutil.rmtree(folder.parent)
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_the_log_says_why(tmp_path, caplog):
+    whole = fake_checkpoint(tmp_path, 5)
+    damage(fake_checkpoint(tmp_path, 10), "a.safetensors", "truncate", 0.5)
+    fake_checkpoint(tmp_path, 15).joinpath(integrity.MANIFEST).unlink()
+    (tmp_path / "checkpoint-20.partial").mkdir()
+    (tmp_path / "checkpoint-x").mkdir()
+    assert latest_good(tmp_path) == whole
+    assert "checkpoint-10 is passed over: a.safetensors has 100 bytes instead of 200" in caplog.text
+    assert "checkpoint-15 is passed over: manifest.json is missing" in caplog.text
+    assert latest_good(tmp_path / "nowhere") is None
+
+
+def test_a_newer_format_is_not_mistaken_for_damage(tmp_path):
+    folder = fake_checkpoint(tmp_path, 1)
+    content = {"format": 99, "files": {}}
+    (folder / integrity.MANIFEST).write_text(json.dumps({**content, "sha256": integrity._seal(content)}))
+    assert "newer than this vembed reads" in integrity.verify(folder)[0]
+
+
+def test_each_part_of_the_files_is_looked_at_by_one(tmp_path):
+    folder = fake_checkpoint(tmp_path, 1)
+    damage(folder, "model/config.json", "flip", 0.3)
+    found = [integrity.verify(folder, part=part, num_parts=3) for part in range(3)]
+    assert sorted(map(len, found)) == [0, 0, 1]
+
+
+def test_files_of_another_machine_that_are_not_there_are_noticed(tmp_path):
+    partial = tmp_path / "checkpoint-1.partial"
+    partial.mkdir()
+    with pytest.raises(OSError, match="file system that all machines share"):
+        integrity.commit(partial, tmp_path / "checkpoint-1", {"rank00001-00000.safetensors": "0"})
+    assert integrity.list_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "keep", "left"),
+    [
+        (None, set(), [1, 2, 3, 10]),
+        (10, set(), [1, 2, 3, 10]),
+        (2, set(), [3, 10]),
+        (2, {1}, [1, 10]),
+        (1, {2}, [2, 10]),
+        (1, set(), [10]),
+        (1, {10}, [10]),
+        (2, {7}, [3, 10]),
+    ],
+)
+def test_the_limit_spares_the_best_and_the_newest(tmp_path, limit, keep, left):
+    for step in (10, 1, 3, 2):
+        fake_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoint-4.damaged").mkdir()
+    (tmp_path / "checkpoint-5.abandoned").mkdir()
+    removed = integrity.prune(tmp_path, limit, keep)
+    assert [step for step, _ in integrity.list_checkpoints(tmp_path)] == left
+    assert len(removed) == 4 - len(left)
+    others = {path.name for path in tmp_path.iterdir()} - {f"checkpoint-{step}" for step in left}
+    assert others == {"checkpoint-5.abandoned"}
+
+
+def test_leftovers_go_at_the_start(tmp_path):
+    fake_checkpoint(tmp_path, 1)
+    for name in ("checkpoint-2.partial", "checkpoint-3.removed.partial"):
+        (tmp_path / name / "model").mkdir(parents=True)
+    assert integrity.remove_leftovers(tmp_path) == ["checkpoint-2.partial", "checkpoint-3.removed.partial"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_a_folder_set_aside_twice_keeps_the_newer(tmp_path):
+    for content in (b"old", b"new"):
+        integrity.set_aside(fake_checkpoint(tmp_path, 1, content), integrity.ABANDONED)
+    assert (tmp_path / "checkpoint-1.abandoned" / "state.json").read_bytes() == b"new"
+
+
+def test_probe_tells_what_the_system_said(tmp_path):
+    assert integrity.probe(tmp_path / "new" / "run", ".probe") is None
+    (tmp_path / "file").touch()
+    assert integrity.probe(tmp_path / "file" / "run", ".probe") == os.strerror(20)

@@ -1,0 +1,219 @@
+"""Signals end a run between two steps, on all ranks at the same one; a second one ends it at once."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import rank_outcomes, run_ranks
+from tests.training.tiny_run import config_for
+from vembed.errors import Stopped
+from vembed.training import interrupts as module
+from vembed.training.interrupts import EvaluationStopped, Interrupts
+
+CONFIG = config_for(Path("unused"))
+
+
+def wait_for(interrupts):
+    """The signal is noted by a thread."""
+    end = time.monotonic() + 5
+    while not interrupts._number and time.monotonic() < end:
+        time.sleep(0.001)
+    time.sleep(0.01)  # and then said
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143), (signal.SIGHUP, 143)]
+)
+def test_a_signal_is_obeyed_after_the_step(number, exit_code, caplog):
+    caplog.set_level("INFO", logger="vembed")
+    before = signal.getsignal(number)
+    with Interrupts(CONFIG) as interrupts:
+        assert not interrupts.agree()
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # the terminal and the launcher both send it
+        wait_for(interrupts)
+        assert interrupts.agree()
+        stopped = interrupts.stopped(7, Path("run/checkpoint-7"))
+    assert stopped.exit_code == exit_code
+    assert "stopped after step 7, saved in run/checkpoint-7; go on with --resume" in str(stopped)
+    assert f"{number.name}: finishing the step and saving" in caplog.text
+    assert signal.getsignal(number) is before
+
+
+def test_before_the_first_step_a_signal_ends_the_run_where_it_stands():
+    with pytest.raises(Stopped, match="SIGTERM before the first step") as caught, Interrupts(CONFIG):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert caught.value.exit_code == 143
+
+
+def test_what_was_to_be_ignored_stays_ignored():
+    """nohup vembed train ..."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts(CONFIG) as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.05)
+            assert not interrupts.agree()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_without_a_signal_nothing_happens():
+    with Interrupts(CONFIG) as interrupts:
+        assert [interrupts.agree() for _ in range(3)] == [False] * 3
+        for _ in range(20):
+            interrupts.check()
+
+
+def test_an_evaluation_ends_between_two_micro_batches():
+    with Interrupts(CONFIG) as interrupts:
+        interrupts.agree()
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(interrupts)
+        with pytest.raises(EvaluationStopped):
+            for _ in range(8):
+                interrupts.check()
+        assert interrupts.stopped(7, Path("c")).exit_code == 130
+
+
+def test_an_evaluation_does_not_use_up_the_time_for_its_checkpoint(monkeypatch):
+    clock = Clock(monkeypatch)
+    interrupts = Interrupts(config_for(Path("unused"), max_train_minutes=100 / 60))
+    interrupts.agree(save_seconds=20.0)
+    clock.now = 67.0  # 100 - 2 (slack) - 30 (half as much again as a save) = 68
+    for _ in range(16):
+        interrupts.check()
+    clock.now = 68.0
+    with pytest.raises(EvaluationStopped):
+        for _ in range(8):
+            interrupts.check()
+    assert interrupts.stopped(13, Path("c")).exit_code == 0
+
+
+def test_when_training_is_over_a_signal_is_told_what_is_left(caplog):
+    caplog.set_level("INFO", logger="vembed")
+    with Interrupts(CONFIG) as interrupts:
+        interrupts.agree()
+        interrupts.training_is_over()
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(interrupts)
+    assert "SIGTERM: training is over, writing final/; once more ends the run at once" in caplog.text
+
+
+def test_only_the_main_thread_may_catch_signals():
+    before = [signal.getsignal(number) for number in module.SIGNALS]
+    found = []
+
+    def run():
+        with Interrupts(CONFIG) as interrupts:
+            found.append((interrupts.agree(), [signal.getsignal(number) for number in module.SIGNALS]))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [(False, before)]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_childs_signals_are_its_own():
+    """A pool ends its forked workers by SIGTERM: that must not stop the run."""
+    with Interrupts(CONFIG) as interrupts:
+        interrupts.agree()
+        child = os.fork()
+        if not child:
+            time.sleep(10)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM
+        time.sleep(0.05)
+        assert not interrupts.agree()
+
+
+# ---- the time limit --------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+
+def test_the_time_limit_leaves_room_for_a_step_and_a_checkpoint(monkeypatch):
+    clock = Clock(monkeypatch)
+    interrupts = Interrupts(config_for(Path("unused"), max_train_minutes=100 / 60))
+    said = {}
+    for _ in range(12):
+        clock.now += 5
+        said[clock.now] = interrupts.agree(save_seconds=20.0)
+    # 100 - 2 (slack) - 5 (the longest step) - 30 (half as much again as a save) = 63
+    assert [at for at, stop in said.items() if stop] == []
+    clock.now += 5
+    assert interrupts.agree(save_seconds=20.0)
+    stopped = interrupts.stopped(13, Path("c"))
+    assert stopped.exit_code == 0
+    assert "max_train_minutes" in str(stopped)
+
+
+def test_set_up_counts_for_the_limit_and_not_for_the_step(monkeypatch):
+    clock = Clock(monkeypatch)
+    interrupts = Interrupts(config_for(Path("unused"), max_train_minutes=1))
+    clock.now = 50.0
+    assert not interrupts.agree()
+    clock.now = 59.0
+    assert interrupts.agree()
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------
+
+
+def one_is_signalled():
+    with Interrupts(CONFIG) as interrupts:
+        seen = [interrupts.agree()]
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGUSR1)
+            wait_for(interrupts)
+        for _ in range(7):
+            interrupts.check()
+        with pytest.raises(EvaluationStopped):
+            interrupts.check()
+        seen.append(interrupts.agree())
+        exit_code = interrupts.stopped(2, Path("c")).exit_code
+    late = Interrupts(config_for(Path("unused"), max_train_minutes=0.001 if os.environ["RANK"] == "0" else 1000))
+    time.sleep(0.1)
+    seen.append(late.agree())
+    return seen, exit_code, late.stopped(3, Path("c")).exit_code
+
+
+def test_all_ranks_stop_after_the_same_step():
+    assert run_ranks(one_is_signalled, 2) == [([False, True, True], 143, 0)] * 2
+
+
+def waits_in_a_collective():
+    import torch
+    import torch.distributed as dist
+
+    module.SAME_REQUEST_SECONDS = 0.1
+    with Interrupts(CONFIG) as interrupts:
+        if dist.get_rank() == 0:
+            interrupts._is_armed = True
+            threading.Thread(target=signal_twice).start()
+            dist.all_reduce(torch.ones(1))  # rank 1 never comes
+        else:
+            time.sleep(20)
+
+
+def signal_twice():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_second_signal_ends_a_process_that_waits_for_another():
+    outcomes = rank_outcomes(waits_in_a_collective, 2, stop_at_failure=True)
+    assert outcomes[0].exitcode == 130
+    assert outcomes[0].seconds < 15

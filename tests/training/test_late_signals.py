@@ -1,0 +1,104 @@
+"""Signals in an evaluation, and when training is over: nothing trained is lost, and the second one ends all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import vembed
+from tests.harness import rank_outcomes, run_ranks
+from tests.training.test_resume_run import logged
+from tests.training.test_run import settings
+from vembed.errors import Stopped
+from vembed.training import finish
+from vembed.training import interrupts as module
+from vembed.training.interrupts import Interrupts
+
+MANY = {"eval_batch_tokens": 32, "eval_steps": 3}
+"""An evaluation of many micro-batches."""
+
+
+def stop_in_evaluation(options: dict[str, Any], number: int) -> str:
+    """Train; in that evaluation (from 1, without the one before the first step) the last rank gets SIGTERM."""
+    agree, check, calls = Interrupts.agree, Interrupts.check, {"agree": 0, "check": 0}
+
+    def counted(self: Interrupts, save_seconds: float = 0.0) -> bool:
+        calls["agree"] += 1
+        return agree(self, save_seconds)
+
+    def signalled(self: Interrupts) -> None:
+        calls["check"] += calls["agree"] == 3 * number
+        if calls["check"] == 3 and int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not self._number:
+                time.sleep(0.001)
+        check(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Interrupts, "agree", counted)
+        patch.setattr(Interrupts, "check", signalled)
+        with pytest.raises(Stopped) as stopped:
+            vembed.train(options)
+    assert stopped.value.exit_code == 143
+    assert 3 < calls["check"] <= 16, "the evaluation went on"
+    return str(stopped.value)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_for(number: int, tmp_path: Path) -> None:
+    options = settings(tmp_path, **MANY)
+    whole = vembed.train({**options, "output_dir": str(tmp_path / "whole")})
+    options |= {"output_dir": str(tmp_path / "cut")}
+    said = stop_in_evaluation(options, number)
+    assert said.startswith(f"SIGTERM: stopped after step {3 * number}, saved in {tmp_path}/cut/checkpoint-{3 * number}")
+    assert not (tmp_path / "cut" / "final").exists()
+    rest = vembed.train({**options, "resume": True})
+    told = ("step", "epoch", "loss", "grad_norm", "eval")
+    for mine, other in zip(logged(rest.output_dir), logged(whole.output_dir), strict=True):
+        assert [mine.get(key) for key in told] == [other.get(key) for key in told]
+    one, two = (load_file(run.model_dir / "model.safetensors") for run in (whole, rest))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert rest.metrics == whole.metrics
+    told = (tmp_path / "cut" / "training_log.txt").read_text()
+    assert ("nothing is left to train: step 6 is done, and epochs or max_steps ask for 6" in told) is (number == 2)
+
+
+def test_a_signal_on_one_rank_ends_the_last_evaluation_on_all(tmp_path: Path) -> None:
+    options = settings(tmp_path, **MANY, strategy="ddp")
+    said = run_ranks(stop_in_evaluation, 2, options, 2, process_group=False)
+    assert [one.partition(",")[0] for one in said] == ["SIGTERM: stopped after step 6"] * 2
+    assert (tmp_path / "run" / "checkpoint-6").is_dir()
+
+
+def signalled_while_final_is_written(options: dict[str, Any], num_signals: int) -> str:
+    module.SAME_REQUEST_SECONDS = 0.1
+    save_model = finish.save_model
+
+    def slow(*arguments: Any, **named: Any) -> Path:
+        for _ in range(num_signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        return save_model(*arguments, **named)
+
+    finish.save_model = slow
+    return str(vembed.train(options).model_dir)
+
+
+def test_a_signal_while_final_is_written_lets_it_be_written(tmp_path: Path) -> None:
+    (model_dir,) = run_ranks(signalled_while_final_is_written, 1, settings(tmp_path), 1, process_group=False)
+    assert (Path(model_dir) / "model.safetensors").exists()
+    told = (tmp_path / "run" / "training_log.txt").read_text()
+    assert "SIGTERM: training is over, writing final/; once more ends the run at once" in told
+
+
+def test_a_second_signal_while_final_is_written_ends_at_once(tmp_path: Path) -> None:
+    (outcome,) = rank_outcomes(signalled_while_final_is_written, 1, settings(tmp_path), 2, process_group=False)
+    assert outcome.exitcode == 143
+    assert not (tmp_path / "run" / "final").exists()

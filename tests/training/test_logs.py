@@ -1,0 +1,69 @@
+"""What a run says and where: a detailed file per process, and a tracker that hears of the run from process 0 alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import vembed
+from tests.harness import run_ranks
+from tests.training.test_run import settings
+from vembed.config.loading import load_config
+from vembed.training.logs import Metrics
+
+
+def train(options: dict[str, Any]) -> int:
+    return int(vembed.train(options).steps)
+
+
+def test_debug_writes_a_detailed_file_per_process_A17_B25_C31(tmp_path: Path) -> None:
+    options = settings(tmp_path, debug=True, log_file="training.log", max_steps=2, val_data_path=None, strategy="ddp")
+    assert run_ranks(train, 2, options, process_group=False) == [2, 2]
+    for rank in (0, 1):
+        lines = (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text()
+        assert f" DEBUG rank {rank}, local rank {rank}: " in lines
+        assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in lines
+        assert " INFO step 2/2 " in lines
+    told = (tmp_path / "run" / "training.log").read_text()
+    assert " DEBUG rank 0, local rank 0: " in told
+    assert "rank 1, local rank 1" not in told
+
+
+def test_without_debug_there_are_no_such_files(tmp_path: Path) -> None:
+    train(settings(tmp_path, max_steps=1, val_data_path=None))
+    assert not (tmp_path / "run" / "logs").exists()
+    assert " DEBUG " not in (tmp_path / "run" / "training_log.txt").read_text()
+
+
+def test_wandb_hears_of_project_tags_and_every_step_from_process_0_C32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+    logged: list[tuple[int, dict[str, float]]] = []
+    run = SimpleNamespace(
+        log=lambda values, step, **_: logged.append((step, values)), finish=lambda: logged.append((-1, {}))
+    )
+
+    def init(**options: Any) -> SimpleNamespace:
+        started.append(options)
+        return run
+
+    wandb = ModuleType("wandb")
+    wandb.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    said = {"wandb": {"use_wandb": True, "project": "accfiy-fsdp", "tags": ["fsdp", "multi-node"]}}
+    options = {**settings(tmp_path, max_steps=3, run_name="mine"), "report_to": ["wandb"], **said}
+    assert train(options) == 3
+    (only,) = started
+    assert (only["project"], only["name"], only["tags"]) == ("accfiy-fsdp", "mine", ["fsdp", "multi-node"])
+    assert only["config"]["max_steps"] == 3
+    assert [step for step, values in logged if "train/loss" in values] == [1, 2, 3]
+    assert any("eval/ndcg_at_10" in values for _, values in logged)
+    assert logged[-1] == (-1, {})
+    with Metrics(load_config(options), rank=1, first_step=0) as metrics:
+        metrics.step({"step": 1, "loss": 1.0})
+    assert len(started) == 1

@@ -1,0 +1,231 @@
+"""The optimizer: who decays, who learns how fast, and which implementation takes whole and sharded parameters."""
+
+import logging
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import run_ranks
+from tests.tiny import shared, tiny_bert
+from tests.training.tiny_run import TinyLoss, TinyModel, backward, config_for, step, whole_state
+from vembed.distributed.session import start_session
+from vembed.errors import UserError
+from vembed.training.optim import build_optimizer, trained_parameters
+
+
+def trained(config, model=None):
+    return {
+        one.name: one for one in trained_parameters(model or TinyModel(frozen_embeddings=False), TinyLoss(), config)
+    }
+
+
+def test_biases_norms_and_scalars_do_not_decay(tmp_path):
+    decays = {name: one.decays for name, one in trained(config_for(tmp_path)).items()}
+    assert {name for name, yes in decays.items() if yes} == {
+        "backbone.embeddings.weight",
+        "backbone.layer.0.linear.weight",
+        "backbone.layer.1.linear.weight",
+        "head.weight",
+    }
+    assert not decays["loss.scale"]
+
+
+def test_weight_decay_reaches_those_parameters_and_no_other(tmp_path):
+    model, loss = TinyModel(frozen_embeddings=False), TinyLoss()
+    optimizer = build_optimizer(model, loss, config_for(tmp_path, weight_decay=0.5))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in [*model.parameters(), *loss.parameters()]:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        factor = 1 - 0.1 * 0.5 if parameter.ndim > 1 else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor, msg=name)
+    assert loss.scale.item() == 2.0
+
+
+def test_head_learning_rate_is_for_heads_projections_and_learned_scales(tmp_path):
+    model = TinyModel(frozen_embeddings=False)
+    model.backbone.text_projection = nn.Linear(7, 7, bias=False)
+    rates = {
+        name: one.learning_rate for name, one in trained(config_for(tmp_path, head_learning_rate=0.5), model).items()
+    }
+    assert {name for name, rate in rates.items() if rate == 0.5} == {
+        "head.weight",
+        "head.bias",
+        "loss.scale",
+        "backbone.text_projection.weight",
+    }
+    assert all(rate == 0.1 for rate in rates.values() if rate != 0.5)
+
+
+def test_layers_learn_less_the_deeper_they_lie(tmp_path):
+    config = config_for(tmp_path, layer_lr_decay=0.5)
+    rates = {
+        name: one.learning_rate
+        for name, one in trained(config, TinyModel(num_layers=3, frozen_embeddings=False)).items()
+    }
+    assert [rates[f"backbone.layer.{number}.linear.weight"] for number in range(3)] == [0.025, 0.05, 0.1]
+    assert rates["backbone.embeddings.weight"] == 0.0125
+    assert rates["head.weight"] == rates["loss.scale"] == 0.1
+
+
+def test_each_tower_counts_its_own_layers(tmp_path):
+    towers = nn.Module()
+    towers.backbone = nn.ModuleDict(
+        {"text": TinyModel(num_layers=2).backbone, "image": TinyModel(num_layers=4).backbone}
+    )
+    towers.requires_grad_(True)
+    rates = {name: one.learning_rate for name, one in trained(config_for(tmp_path, layer_lr_decay=0.5), towers).items()}
+    assert rates["backbone.text.layer.1.linear.weight"] == rates["backbone.image.layer.3.linear.weight"] == 0.1
+    assert rates["backbone.text.embeddings.weight"] == 0.1 * 0.5**2
+    assert rates["backbone.image.embeddings.weight"] == 0.1 * 0.5**4
+
+
+def test_nothing_to_train_is_the_users_mistake(tmp_path):
+    with pytest.raises(UserError, match="nothing to train"):
+        build_optimizer(TinyModel().requires_grad_(False), nn.Module(), config_for(tmp_path))
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"])
+def test_every_optimizer_trains_every_parameter(tmp_path, optim, caplog):
+    caplog.set_level(logging.INFO, logger="vembed")
+    torch.manual_seed(1)
+    model, loss = TinyModel(dim=72, frozen_embeddings=False), TinyLoss()  # 72 * 72 > 4096: large enough for 8 bits
+    optimizer = build_optimizer(model, loss, config_for(tmp_path, optim=optim, learning_rate=1e-3))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for _ in range(2):
+        step(model, loss, optimizer)
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter.detach(), before[name]), name
+    assert loss.scale.item() != 2.0
+    assert "weight decay 0.01 on" in caplog.text
+    if "8bit" in optim:
+        kinds = {value.dtype for state in optimizer.state.values() for key, value in state.items() if key == "state1"}
+        assert torch.uint8 in kinds
+        assert "AdamW8bit of bitsandbytes" in caplog.text
+    if "paged" in optim:
+        assert "needs a GPU to page from" in caplog.text
+    if optim == "adamw":
+        assert optimizer.param_groups[0]["fused"] is True
+
+
+def test_bitsandbytes_says_nothing_of_kernels_that_nobody_asked_for(tmp_path):
+    program = f"""
+from tests.training.tiny_run import TinyLoss, TinyModel, config_for
+from vembed.training.optim import build_optimizer
+build_optimizer(TinyModel(), TinyLoss(), config_for({str(tmp_path)!r}, optim="adamw_8bit"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_missing_bitsandbytes_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(UserError, match=r"pip install 'vembed\[gpu\]'"):
+        build_optimizer(TinyModel(), TinyLoss(), config_for(tmp_path, optim="adamw_8bit"))
+
+
+# ---- sharded parameters ----------------------------------------------------------------------------------------
+
+OPTIONS = {"weight_decay": 0.5, "layer_lr_decay": 0.5, "head_learning_rate": 0.3, "learning_rate": 0.01}
+
+
+def groups_of(optimizer, names):
+    """Learning rate and decay of each parameter, by name."""
+    return {
+        names[id(parameter)]: (group["initial_lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def train_two_steps(config, model, loss):
+    optimizer = build_optimizer(model, loss, config)
+    names = {id(one.parameter): one.name for one in trained_parameters(model, loss, config)}
+    groups = groups_of(optimizer, names)
+    for _ in range(2):
+        step(model, loss, optimizer)
+    return groups, whole_state(model, loss, optimizer), optimizer
+
+
+class Torchao(types.ModuleType):
+    """It prints and warns where there is no GPU, so tests do without it."""
+
+    AdamW8bit = torch.optim.AdamW
+
+    def __init__(self):
+        super().__init__("torchao.optim")
+
+
+def sharded(tmp_path, model_name, version):
+    config = config_for(tmp_path, model_name=model_name, use_fsdp=True, fsdp_version=version, **OPTIONS)
+    with start_session(config) as session:
+        model, loss = session.prepare(TinyModel(dim=8, frozen_embeddings=False), ("Layer",)), TinyLoss()
+        groups, state, optimizer = train_two_steps(config, model, loss)
+        held = sum(
+            value.to_local().numel() if isinstance(value, torch.distributed.tensor.DTensor) else value.numel()
+            for entries in optimizer.state.values()
+            for key, value in entries.items()
+            if key == "exp_avg"
+        )
+        refused = {}
+        for optim, torchao in (("adafactor", None), ("adamw_8bit", None), ("paged_adamw_8bit", Torchao())):
+            sys.modules["torchao"] = sys.modules["torchao.optim"] = torchao
+            try:
+                build_optimizer(model, loss, config.model_copy(update={"optim": optim}))
+            except UserError as error:
+                refused[optim] = str(error)
+        if version == 2:
+            wide = session.prepare(TinyModel(dim=8, num_outputs=2), ("Layer",))
+            eight_bit = config.model_copy(update={"optim": "adamw_8bit"})
+            assert isinstance(build_optimizer(wide, loss, eight_bit), torch.optim.AdamW)
+    return groups, state, held, refused
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_shards_step_as_the_whole_does_E41(tmp_path, version):
+    config = config_for(tmp_path, **OPTIONS)
+    groups, expected, optimizer = train_two_steps(config, TinyModel(dim=8, frozen_embeddings=False), TinyLoss())
+    num_values = sum(entries["exp_avg"].numel() for entries in optimizer.state.values())
+    results = run_ranks(sharded, 2, tmp_path, str(shared(tiny_bert)), version, process_group=False)
+    for found_groups, found, _, refused in results:
+        assert found_groups == groups
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+        assert "use optim: adamw_8bit with fsdp_version: 2" in refused["adafactor"]
+        way_out = r"pip install 'vembed[fsdp]'" if version == 2 else "use fsdp_version: 2"
+        assert way_out in refused["adamw_8bit"]
+        too_few = "one of shape [1, 8] has too few rows for all" if version == 2 else "use fsdp_version: 2"
+        assert too_few in refused["paged_adamw_8bit"]
+    # The optimizer's state is sharded with the parameters; the loss's scale is on both.
+    assert num_values <= sum(held for _, _, held, _ in results) <= num_values + 10
+
+
+def flattened(tmp_path, model_name):
+    options = {"use_fsdp": True, "fsdp_version": 1, "fsdp_use_orig_params": False, "weight_decay": 0.5}
+    config = config_for(tmp_path, model_name=model_name, **options)
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("vembed").addHandler(handler)
+    with start_session(config) as session:
+        model, loss = session.prepare(TinyModel(dim=8, frozen_embeddings=False), ("Layer",)), TinyLoss()
+        optimizer = build_optimizer(model, loss, config)
+        backward(model, loss)
+        optimizer.step()
+        with pytest.raises(UserError, match="fsdp_use_orig_params: true"):
+            build_optimizer(model, loss, config.model_copy(update={"layer_lr_decay": 0.5}))
+    return [line for line in lines if "melts" in line], {group["weight_decay"] for group in optimizer.param_groups}
+
+
+def test_flat_parameters_say_what_they_cost(tmp_path):
+    lines, decays = run_ranks(flattened, 2, tmp_path, str(shared(tiny_bert)), process_group=False)[0]
+    assert len(lines) == 1
+    assert decays == {0.0}

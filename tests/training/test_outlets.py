@@ -1,0 +1,140 @@
+"""What a run writes to may fail, and the run goes on: consoles that nobody reads any more, disks that are full."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import pty
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vembed
+from tests.training.test_run import metrics, settings
+from vembed.errors import RunError, UserError
+from vembed.training import finish
+from vembed.training.outlets import LineFile, LogFile
+
+
+def started(folder: Path, stdout: int, **options: Any) -> subprocess.Popen[bytes]:
+    config = folder / "cfg.json"
+    config.write_text(json.dumps(settings(folder, **options)))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "vembed", "train", str(config)]
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+
+
+def test_a_pipe_that_nobody_reads_ends_no_run(tmp_path: Path) -> None:
+    """`vembed train cfg.yaml | head -1`"""
+    process = started(tmp_path, subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=100) == 0
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+    told = (tmp_path / "run" / "training_log.txt").read_text()
+    assert told.count("nobody reads the console any more: the run goes on") == 1
+    assert "report: " in told
+
+
+def test_a_closed_terminal_is_a_signal_and_the_checkpoint_is_saved(tmp_path: Path) -> None:
+    terminal, inner = pty.openpty()
+    process = started(tmp_path, inner, max_steps=100_000)
+    os.close(inner)
+    seen = b""
+    while b"step 3/" not in seen:
+        seen += os.read(terminal, 4096)
+    os.close(terminal)  # what is written from now on fails
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=100) == 143
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    assert (checkpoint / "manifest.json").exists()
+
+
+@contextmanager
+def no_file_above(num_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_lines_wait_until_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="vembed")
+    path = tmp_path / "lines"
+    file = LineFile(path)
+    with no_file_above(10):
+        for line in ("first", "second", "third"):
+            file.write(line)
+            assert path.read_bytes() == b"first\n", "no half a line"
+    file.write("fourth")
+    assert path.read_text().split() == ["first", "second", "third", "fourth"]
+    with no_file_above(1):
+        file.write("fifth")
+        file.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: File too large; its lines wait in memory until there is room",
+        f"{path}: 3 lines that waited are written",
+        f"{path}: File too large; its lines wait in memory until there is room",
+        f"{path}: 1 lines found no room and are lost",
+    ]
+
+
+def test_a_full_disk_is_said_once_by_the_log(caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+    handler = LogFile("/dev/full", encoding="utf-8")
+    for _ in range(3):
+        handler.handle(logging.makeLogRecord({"msg": "a line"}))
+    handler.close()
+    assert caplog.messages == ["/dev/full: No space left on device; lines are missing in it until there is room"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_tracker_that_fails_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.tracking import TensorBoardTracker
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(TensorBoardTracker, "log", fail)
+    result = vembed.train(settings(tmp_path, report_to=["tensorboard"], val_data_path=None))
+    told = (tmp_path / "run" / "training_log.txt").read_text()
+    assert told.count("report_to: tensorboard fails ([Errno 28] No space left on device)") == 1
+    assert len(metrics(result.output_dir)) == 6
+
+
+def test_a_log_that_cannot_be_opened_is_a_mistake_in_output_dir(tmp_path: Path) -> None:
+    options = settings(tmp_path)
+    (tmp_path / "run" / "training_log.txt").mkdir(parents=True)
+    with pytest.raises(
+        UserError, match=r"output_dir: .*/run/training_log\.txt cannot be written to \(Is a directory\)"
+    ):
+        vembed.train(options)
+
+
+@pytest.mark.parametrize(("save_steps", "way_out"), [(3, "resume from checkpoint-6"), (None, "train again")])
+def test_a_disk_that_is_full_at_the_end(
+    save_steps: int | None, way_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    options = settings(tmp_path, save_steps=save_steps, val_data_path=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(finish, "save_model", fail)
+        with pytest.raises(
+            RunError, match=rf"could not be written \(.*No space.*make room in {tmp_path}/run and {way_out}"
+        ):
+            vembed.train(options)
+    if save_steps:
+        assert (vembed.train({**options, "resume": True}).model_dir / "model.safetensors").exists()

@@ -1,0 +1,203 @@
+"""Resuming: where a run goes on from, what may have changed meanwhile, and that no logged step is doubled."""
+
+import json
+import logging
+
+import pytest
+
+from tests.training.test_checkpoint import starting
+from tests.training.test_integrity import damage, fake_checkpoint
+from tests.training.tiny_run import config_for
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.training import integrity
+from vembed.training.resume import JUDGES, MAY_CHANGE, candidates, compare_resume, refuse, trim_metrics
+
+
+def names(paths):
+    return [path.name for path in paths]
+
+
+def test_a_new_run_wants_a_folder_without_checkpoints(tmp_path):
+    assert candidates(config_for(tmp_path)) == []
+    fake_checkpoint(tmp_path, 10)
+    with pytest.raises(UserError, match=r"holds 1 checkpoint\(s\) of an earlier run, the newest checkpoint-10"):
+        candidates(config_for(tmp_path))
+
+
+def test_resume_takes_the_newest_first(tmp_path):
+    for step in (100, 20, 3):
+        fake_checkpoint(tmp_path, step)
+    for resume in (True, "auto", str(tmp_path)):
+        assert names(candidates(config_for(tmp_path, resume=resume))) == [
+            "checkpoint-100",
+            "checkpoint-20",
+            "checkpoint-3",
+        ]
+    assert names(candidates(config_for(tmp_path, resume=str(tmp_path / "checkpoint-20")))) == ["checkpoint-20"]
+
+
+def test_resume_where_there_is_nothing(tmp_path):
+    assert candidates(config_for(tmp_path / "new", resume="auto")) == []
+    with pytest.raises(UserError, match="holds no checkpoint; use resume: auto"):
+        candidates(config_for(tmp_path / "new", resume=True))
+    with pytest.raises(UserError, match="is not a folder"):
+        candidates(config_for(tmp_path, resume=str(tmp_path / "checkpoint-7")))
+    with pytest.raises(UserError, match="neither a checkpoint nor a folder with checkpoints"):
+        candidates(config_for(tmp_path, resume=str(tmp_path)))
+
+
+def test_another_runs_checkpoint_needs_a_folder_of_its_own(tmp_path):
+    other = fake_checkpoint(tmp_path / "other", 5)
+    assert candidates(config_for(tmp_path / "new", resume=str(other))) == [other]
+    renamed = other.rename(other.with_name("saved"))
+    assert candidates(config_for(tmp_path / "new", resume=str(renamed))) == [renamed]
+    fake_checkpoint(tmp_path / "new", 1)
+    with pytest.raises(UserError, match="is of another run"):
+        candidates(config_for(tmp_path / "new", resume=str(renamed)))
+
+
+# ---- what may change -------------------------------------------------------------------------------------------
+
+MUST_STAY = """
+    model_name model_revision pooling query_prompt max_length use_lora lora_r use_mrl mrl_dims freeze torch_dtype
+    mixed_precision seed loss temperature bidirectional negatives_from learning_rate optim weight_decay warmup_ratio
+    lr_scheduler_type gradient_accumulation_steps no_duplicates max_negatives max_train_examples column_mapping
+    scale_learning_rate head_learning_rate max_grad_norm
+"""
+
+
+def test_the_list_of_what_may_change_names_options_that_exist():
+    options = set(TrainConfig.model_fields)
+    assert options >= MAY_CHANGE
+    assert MAY_CHANGE >= JUDGES
+    must_stay = set(MUST_STAY.split())
+    assert options >= must_stay
+    assert not MAY_CHANGE & must_stay
+
+
+def test_differences_are_classified_and_shown(tmp_path):
+    saved = config_for(tmp_path, seed=1, epochs=1, temperature=0.05).to_dict()
+    del saved["max_train_minutes"]  # an older vembed did not know it
+    now = config_for(tmp_path, seed=2, epochs=3, temperature=0.1, strategy="ddp")
+    found = compare_resume(
+        saved, now, {"data": "abc", "global_batch_size": 64, "old": 1}, {"data": "abc", "global_batch_size": 32}
+    )
+    assert {str(one): one.is_allowed for one in found} == {
+        "seed 1 -> 2": False,
+        "temperature 0.05 -> 0.1": False,
+        "epochs 1.0 -> 3.0": True,
+        "strategy auto -> ddp": True,
+        "global_batch_size 64 -> 32": False,
+    }
+    with pytest.raises(UserError) as caught:
+        refuse(found, "checkpoint-5")
+    assert "checkpoint-5 was trained with other settings" in str(caught.value)
+    assert "seed 1 -> 2" in str(caught.value)
+    assert "--resume-anyway" in str(caught.value)
+    assert "epochs" not in str(caught.value)
+    refuse([one for one in found if one.is_allowed], "checkpoint-5")
+    assert compare_resume(now.to_dict(), now) == []
+
+
+def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="vembed")
+    with starting(tmp_path) as run:
+        run.resume().train().save()
+    with starting(tmp_path, resume=True, seed=7) as run, pytest.raises(UserError, match="seed 42 -> 7"):
+        run.resume()
+    with starting(tmp_path, resume=True) as run, pytest.raises(UserError, match="data abc -> xyz"):
+        run.resume({"data": "xyz", "global_batch_size": 8})
+    with starting(tmp_path, resume=True, resume_anyway=True, seed=7, epochs=9) as run:
+        assert run.resume().state["step"] == 1
+    assert "resume_anyway: going on although the settings differ: seed 42 -> 7" in caplog.text
+    assert "settings changed since the checkpoint: epochs 1.0 -> 9.0" in caplog.text
+
+
+@pytest.mark.parametrize(("option", "value"), [("eval_metric", "mrr@10"), ("val_data_path", "other.jsonl")])
+def test_scores_of_another_judge_are_forgotten(tmp_path, option, value):
+    with starting(tmp_path) as run:
+        run.resume().train()
+        run.state |= {"best": 0.9, "best_step": 1}
+        run.save()
+    with starting(tmp_path, resume=True) as run:
+        assert run.resume().state["best"] == 0.9
+    with starting(tmp_path, resume=True, **{option: value}) as run:
+        assert run.resume().state == {"step": 1, "best": None, "best_step": None}
+
+
+# ---- damaged and abandoned checkpoints -------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_leaves_the_way_free(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="vembed")
+    with starting(tmp_path) as run:
+        run.resume()
+        for _ in range(3):
+            run.train().save()
+    damage(tmp_path / "checkpoint-3", "rank00000-00000.safetensors", "truncate", 0.9)
+    (tmp_path / "checkpoint-4.partial").mkdir()
+    with starting(tmp_path, resume=True) as run:
+        assert run.resume().state["step"] == 2
+        assert "checkpoint-3 is passed over: rank00000-00000.safetensors has" in caplog.text
+        assert "checkpoint-4.partial, which an earlier process left half-written" in caplog.text
+        assert (tmp_path / "checkpoint-3.damaged").is_dir()
+        run.train().save()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert integrity.verify(tmp_path / "checkpoint-3") == []
+
+
+def test_when_no_checkpoint_is_whole(tmp_path, caplog):
+    with starting(tmp_path) as run:
+        run.resume().train().save()
+    damage(tmp_path / "checkpoint-1", "state.json", "flip", 0.5)
+    for resume, said in ((True, "true"), (str(tmp_path / "checkpoint-1"), f"{tmp_path}/checkpoint-1")):
+        with (
+            starting(tmp_path, resume=resume) as run,
+            pytest.raises(
+                UserError, match=rf"^resume: {said}, but none of the 1 .* is whole \(.*anew with resume: auto"
+            ),
+        ):
+            run.resume()
+    with starting(tmp_path, resume="auto") as run:
+        assert run.resume().found is None
+        run.train().save()
+    assert integrity.verify(tmp_path / "checkpoint-1") == []
+
+
+# ---- metrics.jsonl ---------------------------------------------------------------------------------------------
+
+
+def write_metrics(folder, *lines):
+    (folder / "metrics.jsonl").write_text("".join(lines))
+
+
+def line_of(step, **values):
+    return json.dumps({"step": step, **values}) + "\n"
+
+
+def test_metrics_end_where_the_run_goes_on(tmp_path):
+    assert trim_metrics(tmp_path, 3) == 0
+    kept = [line_of(0, eval={"ndcg@10": 0.1}), line_of(1, loss=2.0), line_of(3), line_of(3, eval={})]
+    write_metrics(tmp_path, *kept, line_of(4), line_of(5), '{"step": 6, "lo')
+    assert trim_metrics(tmp_path, 3) == 3
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(kept)
+    assert trim_metrics(tmp_path, 3) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_lines_that_are_no_metrics_go(tmp_path):
+    write_metrics(tmp_path, "[]\n", '{"loss": 1}\n', '{"step": "x"}\n', "\x00\n", line_of(1))
+    assert trim_metrics(tmp_path, 1) == 4
+    assert (tmp_path / "metrics.jsonl").read_text() == line_of(1)
+
+
+def test_a_run_cuts_its_own_metrics(tmp_path):
+    write_metrics(tmp_path, line_of(1))  # of an earlier run without checkpoints
+    with starting(tmp_path) as run:
+        run.resume().train(2).save()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    write_metrics(tmp_path, line_of(1), line_of(2), line_of(3))
+    with starting(tmp_path, resume=True) as run:
+        run.resume()
+    assert (tmp_path / "metrics.jsonl").read_text() == line_of(1) + line_of(2)

@@ -1,0 +1,204 @@
+"""The spine through `vembed.train`: what a run writes, and that it is the same run however it is cut up."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import vembed
+from tests.tiny import WORDS, shared, tiny_bert, tiny_qwen3
+from vembed.errors import RunError, UserError
+from vembed.training.watch import mean_cosine
+
+NUM_TRAIN, NUM_VAL = 96, 40
+
+
+def write_pairs(folder: Path, *, seed: int = 0) -> tuple[Path, Path]:
+    """Queries that share rare word pairs with their positives; a hard negative shares one of the two words."""
+    draw = random.Random(seed)
+    paths = folder / "train.jsonl", folder / "val.jsonl"
+    for path, number in zip(paths, (NUM_TRAIN, NUM_VAL), strict=True):
+        with path.open("w") as file:
+            for _ in range(number):
+                first, second, third = draw.sample(WORDS, 3)
+                filler = draw.choices(WORDS, k=draw.randint(1, 25))
+                row = {
+                    "query": f"{first} {second}",
+                    "positive": " ".join([first, *filler, second]),
+                    "negatives": [" ".join([first, *draw.choices(WORDS, k=4), third])],
+                }
+                file.write(json.dumps(row) + "\n")
+    return paths
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    train, val = write_pairs(folder)
+    return {
+        "model_name": str(shared(tiny_bert)),
+        "data_path": str(train),
+        "val_data_path": str(val),
+        "output_dir": str(folder / "run"),
+        "batch_size": 16,
+        "max_steps": 6,
+        "learning_rate": 2e-3,
+        "logging_steps": 1,
+        "report_to": [],
+        **more,
+    }
+
+
+def metrics(folder: str | Path, key: str = "loss") -> list[Any]:
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines if key in line]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> vembed.TrainResult:  # type: ignore[name-defined]
+    folder = tmp_path_factory.mktemp("plain")
+    return vembed.train(settings(folder, report_to=["tensorboard"], use_mrl=True, mrl_dims=[32, 16]))
+
+
+def test_output_directory_has_all_that_is_promised(plain: Any) -> None:
+    output = plain.output_dir
+    for name in (
+        "config.yaml",
+        "training_log.txt",
+        "metrics.jsonl",
+        "report.html",
+        "report.md",
+        "final",
+        "tensorboard",
+    ):
+        assert (output / name).exists(), name
+    assert list((output / "tensorboard").glob("events*"))
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    wanted = {"epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "tokens_per_second"}
+    assert wanted | {"padding_fraction", "memory"} <= steps[0].keys()
+    assert len(steps[0]["memory"]) == 1 and 0 <= steps[0]["padding_fraction"] < 1
+    assert [line["step"] for line in lines if "eval" in line] == [0, 6]
+    assert plain.metrics["ndcg@10"] == lines[-1]["eval"]["ndcg@10"]
+    assert plain.metrics["before/dim16/ndcg@10"] == lines[0]["eval"]["dim16/ndcg@10"]
+    assert "step 6/6" in (output / "training_log.txt").read_text()
+
+
+def test_the_saved_config_repeats_the_run_bit_for_bit(plain: Any, tmp_path: Path) -> None:
+    again = vembed.train(plain.output_dir / "config.yaml", [f"output_dir={tmp_path / 'again'}"])
+    assert metrics(again.output_dir) == metrics(plain.output_dir)
+    assert metrics(again.output_dir, "grad_norm") == metrics(plain.output_dir, "grad_norm")
+
+
+def test_saved_model_scores_as_the_run_said(plain: Any) -> None:
+    scores = vembed.evaluate(plain.model_dir, plain.output_dir.parent / "val.jsonl")
+    assert scores["ndcg@10"] == pytest.approx(plain.metrics["ndcg@10"], abs=1e-6)
+
+
+@pytest.mark.parametrize("model", [tiny_bert, tiny_qwen3], ids=["encoder", "decoder"])
+def test_micro_batches_change_nothing(model: Any, tmp_path: Path) -> None:
+    folder = shared(model, dropout=0.0) if model is tiny_bert else shared(model)
+    common = settings(tmp_path, model_name=str(folder), val_data_path=None, max_steps=20)
+    # Adam would turn rounding in gradients that are zero (those of key biases) into whole steps.
+    common |= {"adam_epsilon": 1e-4, "learning_rate": 5e-4}
+    whole = vembed.train({**common, "output_dir": str(tmp_path / "whole"), "micro_batch_tokens": 10**6})
+    small = vembed.train(
+        {**common, "output_dir": str(tmp_path / "small"), "micro_batch_tokens": 100, "use_gradient_cache": True}
+    )
+    np.testing.assert_allclose(metrics(small.output_dir), metrics(whole.output_dir), rtol=1e-6)
+
+
+def test_gradient_cache_changes_nothing_with_dropout(tmp_path: Path) -> None:
+    common = settings(tmp_path, model_name=str(shared(tiny_bert, dropout=0.1)), val_data_path=None)
+    common["micro_batch_tokens"] = 100
+    runs = [
+        vembed.train({**common, "output_dir": str(tmp_path / str(cache)), "use_gradient_cache": cache})
+        for cache in (True, False)
+    ]
+    np.testing.assert_allclose(metrics(runs[0].output_dir), metrics(runs[1].output_dir), rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["infonce", "cosent", "cosine", "triplet", "sigmoid"])
+def test_every_loss_falls(loss: str, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"loss": loss, "max_steps": 24, "val_data_path": None}
+    if loss in ("cosent", "cosine"):
+        draw, rows = random.Random(1), []
+        for _ in range(64):
+            words = draw.sample(WORDS, 6)
+            kept = draw.randint(0, 6)
+            other = words[:kept] + draw.sample(WORDS, 6 - kept)
+            rows.append({"sentence1": " ".join(words), "sentence2": " ".join(other), "score": kept / 6})
+        path = tmp_path / "scored.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        more |= {"data_path": str(path), "val_data_path": str(path), "eval_before": True}
+    result = vembed.train({**settings(tmp_path), **more})
+    losses = metrics(result.output_dir)
+    assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4])
+    if loss in ("cosent", "cosine"):
+        assert result.metrics["spearman"] > result.metrics["before/spearman"]
+
+
+def test_lora_saves_the_merged_model_and_the_adapter(tmp_path: Path) -> None:
+    result = vembed.train(settings(tmp_path, use_lora=True, lora_r=4, max_steps=4))
+    assert (result.model_dir / "adapter" / "adapter_model.safetensors").is_file()
+    scores = vembed.evaluate(result.model_dir, tmp_path / "val.jsonl")
+    assert scores["ndcg@10"] == pytest.approx(result.metrics["ndcg@10"], abs=1e-4)
+
+
+def test_resume_is_exact(tmp_path: Path) -> None:
+    common = settings(tmp_path, model_name=str(shared(tiny_bert, dropout=0.1)), save_steps=2, micro_batch_tokens=100)
+    whole = vembed.train({**common, "output_dir": str(tmp_path / "whole")})
+    vembed.train({**common, "output_dir": str(tmp_path / "cut"), "max_steps": 6, "save_steps": 3})
+    for path in (tmp_path / "cut").glob("checkpoint-6"):
+        path.rename(tmp_path / "gone")
+    rest = vembed.train({**common, "output_dir": str(tmp_path / "cut"), "resume": True, "save_steps": 3})
+    for key in ("step", "loss", "learning_rate", "grad_norm"):
+        assert metrics(rest.output_dir, key) == metrics(whole.output_dir, key)
+    from safetensors.torch import load_file
+
+    one, two = (load_file(run.model_dir / "model.safetensors") for run in (whole, rest))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_best_checkpoint_is_the_final_model(tmp_path: Path) -> None:
+    result = vembed.train(
+        settings(tmp_path, eval_steps=1, save_steps=1, load_best_model_at_end=True, learning_rate=0.05, max_steps=4)
+    )
+    scores = [line["ndcg@10"] for line in metrics(result.output_dir, "eval")][1:]
+    assert result.metrics["ndcg@10"] == max(scores)
+    again = vembed.evaluate(result.model_dir, tmp_path / "val.jsonl")
+    assert again["ndcg@10"] == pytest.approx(max(scores), abs=1e-6)
+
+
+def test_non_finite_loss_stops_and_names_the_examples(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"step \d+: .*train\.jsonl:\d+"):
+        vembed.train(settings(tmp_path, learning_rate=1e30, max_grad_norm=0, warmup_ratio=0.0, val_data_path=None))
+
+
+def test_too_few_examples_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"96.*512"):
+        vembed.train(settings(tmp_path, batch_size=512))
+
+
+def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
+    result = vembed.train(settings(tmp_path, gradient_accumulation_steps=2, epochs=1, max_steps=None))
+    assert metrics(result.output_dir, "epoch")[-1] == pytest.approx(1.0)
+    assert result.steps == 3
+
+
+def test_mean_cosine_is_that_of_all_pairs() -> None:
+    rows = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    unit = torch.nn.functional.normalize(rows, dim=1)
+    pairs = [float(unit[i] @ unit[j]) for i in range(7) for j in range(7) if i != j]
+    assert mean_cosine(rows) == pytest.approx(float(np.mean(pairs)), abs=1e-6)
+
+
+def test_an_output_folder_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(UserError, match=r"output_dir: .*file/run cannot be made"):
+        vembed.train(settings(tmp_path, output_dir=str(tmp_path / "file" / "run")))

@@ -1,0 +1,78 @@
+"""Running out of device memory: the step is replayed with a smaller budget, and the result is the same."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+import torch
+
+import vembed
+from tests.tiny import shared, tiny_bert
+from tests.training.test_run import metrics, settings
+from tests.training.tiny_run import config_for
+from vembed.config.fsdp import FsdpConfig
+from vembed.errors import RunError
+from vembed.models.embedder import EmbeddingModel
+from vembed.training.budget import find_budget
+from vembed.training.shortage import MemoryGuard
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard as on a GPU."""
+    original = MemoryGuard.__init__
+    monkeypatch.setattr(MemoryGuard, "__init__", lambda self, *args, **_: original(self, *args, active=True))
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, calls: set[int], *, above_rows: int = 0) -> None:
+    """The model's forward runs out of memory at these calls in training, or whenever it gets many rows."""
+    original, count = EmbeddingModel.forward, [0]
+
+    def forward(self: EmbeddingModel, parts: Any, **options: Any) -> Any:
+        if self.training:
+            count[0] += 1
+            if count[0] in calls or (above_rows and len(parts[0][1]["input_ids"]) > above_rows):
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory (simulated)")
+        return original(self, parts, **options)
+
+    monkeypatch.setattr(EmbeddingModel, "forward", forward)
+
+
+@pytest.mark.parametrize(("version", "cache", "is_said"), [(1, False, True), (1, True, False), (2, False, False)])
+def test_fsdp1_says_that_it_cannot_keep_several_graphs(
+    version: Literal[1, 2], cache: bool, is_said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"use_gradient_cache": cache, "kept_graph_tokens": 100, "micro_batch_tokens": 100}
+    session = SimpleNamespace(fsdp=FsdpConfig(version=version), device=torch.device("cpu"))
+    caplog.set_level(logging.INFO, logger="vembed")
+    budget = find_budget(config_for(tmp_path, **options), None, None, session, [])  # type: ignore[arg-type]
+    said = "use_gradient_cache: false holds only for steps of one micro-batch under fsdp_version: 1"
+    assert (said in caplog.text, "fsdp_version: 2 keeps" in caplog.text) == (is_said, is_said)
+    assert budget.keeps_graphs(50, 2, session) is (version == 2 and not cache)  # type: ignore[arg-type]
+    assert budget.keeps_graphs(50, 1, session) is not cache  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_step_is_replayed_with_half_the_budget_A15(
+    cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None
+) -> None:
+    common = settings(tmp_path, model_name=str(shared(tiny_bert, dropout=0.0)), val_data_path=None, max_steps=4)
+    common |= {"micro_batch_tokens": 400, "use_gradient_cache": cache, "gradient_accumulation_steps": 2}
+    plain = vembed.train({**common, "output_dir": str(tmp_path / "plain")})
+    with monkeypatch.context() as patch:
+        # In the first and in the second phase, in the first and in the second batch of a step.
+        fail_at(patch, {3, 11, 19})
+        short = vembed.train({**common, "output_dir": str(tmp_path / "short")})
+    assert metrics(short.output_dir) == pytest.approx(metrics(plain.output_dir), rel=1e-5)
+    said = (short.output_dir / "training_log.txt").read_text()
+    assert "micro-batches of 200 tokens instead of 400" in said
+
+
+def test_no_budget_is_small_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None) -> None:
+    fail_at(monkeypatch, set(range(1, 100)))
+    with pytest.raises(RunError, match=r"out of device memory .*1\. micro_batch_tokens.*use_lora: true"):
+        vembed.train(settings(tmp_path, micro_batch_tokens=200, val_data_path=None, kept_graph_tokens=10**6))

@@ -1,0 +1,105 @@
+"""A model small enough to be saved hundreds of times, with every kind of parameter that a checkpoint has to carry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+from vembed.config.schema import TrainConfig
+from vembed.losses.batch import EmbeddingLoss, LossBatch
+
+NUM_INPUTS = 11
+
+
+class Layer(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(self.linear(hidden))
+
+
+class Backbone(nn.Module):
+    def __init__(self, dim: int, num_layers: int) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(NUM_INPUTS, dim)
+        self.layer = nn.ModuleList([Layer(dim) for _ in range(num_layers)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embeddings(ids)
+        for layer in self.layer:
+            hidden = layer(hidden)
+        return hidden
+
+
+class TinyModel(nn.Module):
+    """7 does not divide by 2 or 3, and the head's single row leaves all ranks but one without a piece of it."""
+
+    def __init__(
+        self, dim: int = 7, num_layers: int = 2, *, num_outputs: int = 1, frozen_embeddings: bool = True
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = Backbone(dim, num_layers)
+        self.head = nn.Linear(dim, num_outputs)
+        self.register_buffer("num_seen", torch.zeros(3))
+        self.backbone.embeddings.weight.requires_grad_(not frozen_embeddings)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.backbone(ids))
+
+
+class TinyLoss(EmbeddingLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, batch: LossBatch) -> Tensor:
+        return batch.embeddings.sum()
+
+
+def config_for(output_dir: Path, **options: Any) -> TrainConfig:
+    """Nobody reads the model's folder or the data, except that FSDP wants to know how large the model is: there,
+    `model_name` must be the folder of a real one, made before the ranks start."""
+    options = {"model_name": "tiny", "data_path": "none.jsonl", "learning_rate": 0.1, **options}
+    return TrainConfig(output_dir=str(output_dir), **options)
+
+
+def backward(model: nn.Module, loss: nn.Module) -> None:
+    """Every trainable parameter gets a gradient, the same on every rank."""
+    (model(torch.arange(NUM_INPUTS)).pow(2).sum() * loss.scale).backward()
+
+
+def step(model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    backward(model, loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole_state(model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    """Weights and optimizer state, whole on every rank, read by torch's own functions and not by ours."""
+    roof = nn.ModuleDict({"model": model, "loss": loss})
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    weights, state = get_state_dict(roof, optimizer, options=options)
+    values = {name: value.detach().cpu().clone().numpy() for name, value in weights.items()}
+    for name, entries in state["state"].items():
+        for key, value in entries.items():
+            nested = value if isinstance(value, dict) else {"": value}
+            for part, one in nested.items():
+                values[f"{name}:{key}:{part}"] = torch.as_tensor(one).detach().cpu().clone().numpy()
+    return values
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """The same names, and not a bit of difference."""
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        np.testing.assert_array_equal(found[name], value, err_msg=name)

@@ -1,0 +1,1 @@
+"""The run: start with run.py."""

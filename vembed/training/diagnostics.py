@@ -1,0 +1,95 @@
+"""Diagnostics: what each rank did between two log lines, put together for metrics.jsonl and for one readable line."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from vembed.data.share import Share
+from vembed.distributed import collectives
+from vembed.distributed.memory import memory_snapshot
+from vembed.distributed.session import Session
+from vembed.evaluation.progress import duration
+from vembed.training.step import BatchResult
+from vembed.training.timing import PhaseTimer
+
+SLOW_RANK = 1.2
+"""A rank whose own work takes so much longer than the median's is named in the log line."""
+
+
+@dataclass
+class Window:
+    """Counts of this rank since the last log line; time between `end` and `begin` (evaluation, saving) is not in."""
+
+    num_examples: int = 0
+    num_inputs: int = 0
+    num_distinct: int = 0
+    useful_tokens: int = 0
+    padded_tokens: int = 0
+    num_forwards: int = 0
+    num_steps: int = 0
+    seconds: float = 0.0
+    began: float = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.began = time.perf_counter()
+
+    def end(self) -> None:
+        """A step has ended."""
+        self.num_steps += 1
+        self.seconds += time.perf_counter() - self.began
+
+    def add(self, share: Share, result: BatchResult) -> None:
+        """Count one global batch."""
+        self.num_examples += share.num_examples
+        self.num_inputs += share.num_inputs
+        self.num_distinct += len(share.features)
+        self.useful_tokens += share.useful_tokens
+        self.padded_tokens += result.padded_tokens
+        self.num_forwards += result.num_calls
+
+    def figures(self, session: Session, timer: PhaseTimer) -> dict[str, Any]:
+        """What all ranks did in this window; collective, the same on every rank."""
+        seconds = max(self.seconds, 1e-9)
+        phases = timer.take()
+        mine = {
+            "seconds": {name: round(value, 6) for name, value in phases.items()},
+            "counts": [self.num_examples, self.num_inputs, self.num_distinct, self.useful_tokens, self.padded_tokens],
+            "forwards": self.num_forwards,
+            "memory": memory_snapshot(session.device),
+        }
+        ranks = collectives.gather_objects_as_json(mine)
+        examples, inputs, distinct, useful, padded = (sum(rank["counts"][i] for rank in ranks) for i in range(5))
+        work = [sum(rank["seconds"].values()) - rank["seconds"]["wait"] for rank in ranks]
+        slowest = max(range(len(work)), key=work.__getitem__)
+        return {
+            "samples_per_second": examples / seconds,
+            "tokens_per_second": useful / seconds,
+            "step_seconds": seconds / max(self.num_steps, 1),
+            "padding_fraction": 1 - useful / padded if padded else 0.0,
+            "duplicate_fraction": 1 - distinct / inputs if inputs else 0.0,
+            "seconds": [rank["seconds"] for rank in ranks],
+            "tokens": [rank["counts"][3] for rank in ranks],
+            "padding": [1 - rank["counts"][3] / rank["counts"][4] if rank["counts"][4] else 0.0 for rank in ranks],
+            "forwards": [rank["forwards"] for rank in ranks],
+            "skew": max(work) / max(sorted(work)[len(work) // 2], 1e-9),
+            "slowest_rank": slowest,
+            "memory": [{"rank": rank, **entry["memory"]} for rank, entry in enumerate(ranks)],
+        }
+
+
+def log_line(values: dict[str, Any], total_steps: int, seconds_left: float) -> str:
+    """One step as a person reads it."""
+    line = (
+        f"step {values['step']:,d}/{total_steps:,d}  epoch {values['epoch']:.2f}  loss {values['loss']:.4f}  "
+        f"lr {values['learning_rate']:.2e}  grad norm {values['grad_norm']:.3f}  "
+        f"{values['samples_per_second']:,.1f} samples/s  {values['tokens_per_second']:,.0f} tokens/s  "
+        f"padding {values['padding_fraction']:.0%}  left {duration(seconds_left)}"
+    )
+    if len(values["memory"]) > 1:
+        line += f"  skew {values['skew']:.2f}"
+        if values["skew"] > SLOW_RANK:
+            line += f" (rank {values['slowest_rank']} is slowest)"
+    return line

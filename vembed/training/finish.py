@@ -1,0 +1,121 @@
+"""The end of a run: the model into final/, the summary and the report beside it."""
+
+from __future__ import annotations
+
+import logging
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+from torch import nn
+
+from vembed.config.schema import TrainConfig
+from vembed.data.sources import ExampleStore
+from vembed.distributed.fsdp import full_state_dict, num_parameters
+from vembed.distributed.session import Session
+from vembed.errors import RunError
+from vembed.evaluation.dataset import EvalData
+from vembed.evaluation.report import write_report
+from vembed.evaluation.run import deciding_metric
+from vembed.evaluation.summary import RunSummary, collect_versions
+from vembed.losses.batch import EmbeddingLoss
+from vembed.models.card import Card
+from vembed.models.embedder import EmbeddingModel
+from vembed.models.files import save_model
+from vembed.models.precision import saved_dtype
+from vembed.training.integrity import list_checkpoints
+
+if TYPE_CHECKING:
+    from vembed.training.run import LoopState
+
+log = logging.getLogger("vembed")
+
+
+def save_final(
+    config: TrainConfig,
+    session: Session,
+    embedder: EmbeddingModel,
+    model: nn.Module,
+    loss: EmbeddingLoss,
+    store: ExampleStore,
+    eval_data: EvalData | None,
+    state: LoopState,
+) -> Path:
+    """Write final/ and the report, and return the model's folder. Collective: every rank gives its weights."""
+    try:
+        return _save(config, session, embedder, model, loss, store, eval_data, state)
+    except (OSError, SafetensorError) as error:
+        kept = [path.name for _, path in list_checkpoints(Path(config.output_dir))]
+        what = f"resume from {kept[-1]}" if kept else "train again (save_steps would have kept checkpoints)"
+        raise RunError(
+            f"final/ and the report could not be written ({error}): make room in {config.output_dir} and {what}"
+        ) from error
+
+
+def _save(
+    config: TrainConfig,
+    session: Session,
+    embedder: EmbeddingModel,
+    model: nn.Module,
+    loss: EmbeddingLoss,
+    store: ExampleStore,
+    eval_data: EvalData | None,
+    state: LoopState,
+) -> Path:
+    output = Path(config.output_dir)
+    directory = output / "final"
+    weights = full_state_dict(model)
+    learned = loss.scale_and_bias()
+    num_total, num_trained = num_parameters(model), num_parameters(model, trainable_only=True)
+    if session.is_main:
+        defaults = TrainConfig(model_name="", data_path="").to_dict()
+        card = Card(
+            data=tuple(store.summary()),
+            settings={key: value for key, value in config.to_dict().items() if value != defaults[key]},
+            scores=state.scores,
+            before=state.before,
+            num_steps=state.step,
+            versions=collect_versions(),
+        )
+        if learned is not None:
+            embedder.write_scale_and_bias(*learned, weights)
+        dtype = saved_dtype(config, embedder.description)
+        log.info(
+            "weights: stored %s (save_dtype: %s)", f"in {dtype}" if dtype else "as they are held", config.save_dtype
+        )
+        save_model(
+            directory,
+            embedder.description,
+            embedder.backbone,
+            embedder.head,
+            weights,
+            dtype=dtype,
+            merge_adapters=config.save_merged,
+            card=card,
+        )
+        RunSummary(
+            model=embedder.description.summary(),
+            data=list(store.summary()),
+            evaluation=eval_data.summary() if eval_data else "",
+            metric=deciding_metric(config, eval_data, state.scores) if eval_data and state.scores else "",
+            final_step=state.scored_step if state.scores else state.step,
+            num_examples=len(store),
+            num_parameters=num_total,
+            num_trainable=num_trained,
+            num_processes=session.world_size,
+            strategy=session.strategy,
+            device=str(session.device),
+            precision=session.mixed_precision,
+            seconds=state.seconds,
+            finished=datetime.now().astimezone().isoformat(timespec="seconds"),
+            versions=collect_versions(),
+            warnings=[f"{state.num_skipped:,d} steps were left out because a number was not finite"]
+            if state.num_skipped
+            else [],
+        ).save(output)
+        write_report(output)
+        log.info("model: %s", directory)
+        log.info("report: %s", output / "report.html")
+    session.barrier()
+    return directory

@@ -1,0 +1,178 @@
+"""Checkpoint folders on disk: their names, their manifest of checksums, what is good, what is removed. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("vembed")
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+PARTIAL = ".partial"
+"""End of the name of a folder that is being written or removed: it never counts, and the next start removes it."""
+DAMAGED = ".damaged"
+"""End of the name of a folder that failed its checksums: kept until the next checkpoint has been written."""
+ABANDONED = ".abandoned"
+"""End of the name of a checkpoint later than the one that was resumed from: kept until the user removes it."""
+_NAME = re.compile(r"checkpoint-(\d+)")
+_FORMAT = 1
+_READ_BYTES = 8 * 2**20
+
+
+def checkpoint_name(step: int) -> str:
+    """Name of the folder of a checkpoint."""
+    return f"checkpoint-{step}"
+
+
+def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
+    """Every folder that is named like a checkpoint, good or not, by step."""
+    if not output_dir.is_dir():
+        return []
+    named = [(found, path) for path in output_dir.iterdir() if (found := _NAME.fullmatch(path.name)) and path.is_dir()]
+    return sorted((int(found[1]), path) for found, path in named)
+
+
+def sha256_of(path: Path) -> str:
+    """Checksum of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a new file and wait until the disk has it."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has a file's content, or the names of a folder's files."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_manifest(directory: Path, checksums: Mapping[str, str]) -> None:
+    """List every file below a folder with size and checksum; `checksums` spares reading the files that it names."""
+    files = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(directory).as_posix()
+            files[name] = {"bytes": path.stat().st_size, "sha256": checksums.get(name) or sha256_of(path)}
+    missing = sorted(set(checksums) - set(files))
+    if missing:
+        raise OSError(
+            f"{missing[0]} was written by another process but is not in {directory} as this one sees it: output_dir "
+            "must be on a file system that all machines share"
+        )
+    content = {"format": _FORMAT, "files": files}
+    write_durably(directory / MANIFEST, json.dumps({**content, "sha256": _seal(content)}, indent=1).encode())
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def commit(partial: Path, final: Path, checksums: Mapping[str, str]) -> None:
+    """Make a written folder a checkpoint: manifest, flush, rename. Before the rename it does not count."""
+    write_manifest(partial, checksums)
+    for path in (partial, *partial.rglob("*")):
+        if path.relative_to(partial).as_posix() not in checksums:
+            sync(path)
+    partial.rename(final)
+    sync(final.parent)
+
+
+def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
+    """What is wrong with a checkpoint, in words; nothing if it is whole. With `num_parts`, one part of the files."""
+    try:
+        content = json.loads((directory / MANIFEST).read_bytes())
+        seal = content.pop("sha256")
+        files = content["files"]
+        if content["format"] > _FORMAT:
+            return [f"{MANIFEST} has format {content['format']}, newer than this vembed reads ({_FORMAT})"]
+        if seal != _seal(content):
+            return [f"{MANIFEST} does not match its own checksum"]
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing"]
+    except OSError as error:
+        return [f"{MANIFEST} cannot be read ({error.strerror or error})"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return [f"{MANIFEST} is damaged"]
+    problems = []
+    for name in sorted(files)[part::num_parts]:
+        path, expected = directory / name, files[name]
+        try:
+            size = path.stat().st_size
+            if size != expected["bytes"]:
+                problems.append(f"{name} has {size:,d} bytes instead of {expected['bytes']:,d}")
+            elif sha256_of(path) != expected["sha256"]:
+                problems.append(f"{name} does not match its checksum")
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            problems.append(f"{name} is missing" if missing else f"{name} cannot be read ({error.strerror or error})")
+    return problems
+
+
+def remove(directory: Path) -> None:
+    """Remove a checkpoint so that it stops counting at once, whenever this is interrupted."""
+    leaving = directory.with_name(directory.name + ".removed" + PARTIAL)
+    if leaving.exists():
+        shutil.rmtree(leaving)
+    directory.rename(leaving)
+    shutil.rmtree(leaving)
+
+
+def set_aside(directory: Path, ending: str) -> Path:
+    """Rename a checkpoint so that it no longer counts, and say what it is called now."""
+    target = directory.with_name(directory.name + ending)
+    if target.exists():
+        shutil.rmtree(target)
+    directory.rename(target)
+    return target
+
+
+def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
+    """Remove the oldest checkpoints until `limit` are left, never the newest and those of the steps in `keep`."""
+    for path in output_dir.glob(f"checkpoint-*{DAMAGED}"):
+        shutil.rmtree(path)
+    found = list_checkpoints(output_dir)
+    if limit is None or len(found) <= limit:
+        return []
+    removable = [path for step, path in found[:-1] if step not in keep]
+    removed = removable[: len(found) - limit]
+    for path in removed:
+        remove(path)
+    return removed
+
+
+def remove_leftovers(output_dir: Path) -> list[str]:
+    """Remove what a killed process left half-written or half-removed; returns the names."""
+    leftovers = [path for path in output_dir.glob(f"checkpoint-*{PARTIAL}") if path.is_dir()]
+    for path in leftovers:
+        shutil.rmtree(path)
+    return sorted(path.name for path in leftovers)
+
+
+def probe(folder: Path, name: str) -> str | None:
+    """Write and flush a small file, which stays; what went wrong, in words, or None."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_durably(folder / name, b"vembed writes here\n")
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

@@ -1,0 +1,227 @@
+"""What a run says and where: console, training_log.txt, metrics.jsonl, trackers. Rank 0 speaks, unless debug is on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.training.outlets import LastingStream, LineFile, LogFile
+
+log = logging.getLogger("vembed")
+SECRET_MARKS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "CREDENTIAL")
+"""An environment variable whose name contains one of these has a value that no log line may show."""
+MIN_SECRET_LENGTH = 8
+
+
+class SafeFormatter(logging.Formatter):
+    """A formatter that shows no value of a secret environment variable, in messages and tracebacks alike."""
+
+    def __init__(self, pattern: str) -> None:
+        super().__init__(pattern, "%Y-%m-%d %H:%M:%S")
+        self.secrets = [
+            value
+            for name, value in os.environ.items()
+            if any(mark in name.upper() for mark in SECRET_MARKS) and len(value) >= MIN_SECRET_LENGTH
+        ]
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, secrets replaced."""
+        line = super().format(record)
+        for secret in self.secrets:
+            line = line.replace(secret, "***")
+        return line
+
+
+class ConsoleHandler(logging.Handler):
+    """Writes lines above the progress bar on a terminal, and as they are into a file or pipe."""
+
+    def __init__(self, console: Console, stream: LastingStream) -> None:
+        super().__init__()
+        self.console = console
+        self.stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one line."""
+        was_deaf = self.stream.is_deaf
+        self.console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
+        if self.stream.is_deaf and not was_deaf:
+            log.warning("nobody reads the console any more: the run goes on, and its lines are in the log file")
+
+
+@contextmanager
+def run_logging(config: TrainConfig, rank: int) -> Iterator[Console]:
+    """Send the lines of logger "vembed" to the console and the run's files while the with-block runs."""
+    output = Path(config.output_dir)
+    plain = SafeFormatter("%(asctime)s %(levelname)s %(message)s")
+    handlers: list[logging.Handler] = []
+    stream = LastingStream(sys.stdout)
+    console = Console(file=cast(TextIO, stream), quiet=rank != 0)
+    if rank == 0:
+        screen = ConsoleHandler(console, stream)
+        screen.setFormatter(SafeFormatter("%(message)s"))
+        screen.setLevel(logging.INFO)
+        file = _log_file(output / config.log_file)
+        file.setFormatter(plain)
+        file.setLevel(logging.DEBUG if config.debug else logging.INFO)
+        handlers += [screen, file]
+    if config.debug:
+        own = _log_file(output / "logs" / f"rank-{rank}.log")
+        own.setFormatter(plain)
+        handlers.append(own)
+    before = log.level, log.propagate
+    log.setLevel(logging.DEBUG if config.debug else logging.INFO)
+    log.propagate = False
+    for handler in handlers:
+        log.addHandler(handler)
+    if not handlers:
+        log.addHandler(logging.NullHandler())
+    try:
+        yield console
+    finally:
+        for handler in list(log.handlers):
+            log.removeHandler(handler)
+            handler.close()
+        log.setLevel(before[0])
+        log.propagate = before[1]
+
+
+def _log_file(path: Path) -> LogFile:
+    try:
+        path.parent.mkdir(exist_ok=True)
+        return LogFile(path, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"output_dir: {path} cannot be written to ({error.strerror}); give a folder that every process may write "
+            "to, on a disk with room"
+        ) from error
+
+
+class Metrics:
+    """metrics.jsonl and the trackers; on other ranks than 0 every call does nothing."""
+
+    def __init__(self, config: TrainConfig, rank: int, first_step: int) -> None:
+        self.active = rank == 0
+        self.trackers: list[Any] = []
+        if not self.active:
+            return
+        self.trackers = [_start_tracker(name, config, first_step) for name in config.report_to]
+        self.file = LineFile(Path(config.output_dir) / "metrics.jsonl")
+
+    def step(self, values: Mapping[str, Any]) -> None:
+        """One logged step: a line of metrics.jsonl, its numbers to the trackers."""
+        self._write(values, {f"train/{key}": value for key, value in _numbers(values).items()}, int(values["step"]))
+
+    def evaluation(self, step: int, epoch: float, scores: Mapping[str, float]) -> None:
+        """One evaluation."""
+        line = {"step": step, "epoch": epoch, "eval": dict(scores)}
+        self._write(line, {f"eval/{key.replace('@', '_at_')}": value for key, value in scores.items()}, step)
+
+    def _write(self, line: Mapping[str, Any], flat: Mapping[str, float], step: int) -> None:
+        if not self.active:
+            return
+        # A line either ends with a newline or was cut by a crash; resuming drops the cut one.
+        self.file.write(json.dumps(_finite(line)))
+        for tracker in list(self.trackers):
+            try:
+                tracker.log(dict(flat), step=step)
+            except OSError as error:
+                self.trackers.remove(tracker)
+                log.warning(
+                    "report_to: %s fails (%s) and gets nothing more; metrics.jsonl goes on", tracker.name, error
+                )
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.active:
+            self.file.close()
+            for tracker in self.trackers:
+                with suppress(OSError):
+                    tracker.finish()
+
+
+def _start_tracker(name: str, config: TrainConfig, first_step: int) -> Any:
+    """One of Accelerate's trackers, with the run's settings."""
+    from accelerate import tracking
+
+    run = config.run_name or Path(config.output_dir).resolve().name
+    settings = {key: value for key, value in config.to_dict().items() if value is not None}
+    try:
+        if name == "tensorboard":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                # What was logged after the checkpoint's step is drawn anew; in a new run, all that is in the folder.
+                purge = first_step + 1 if first_step else 0
+                _await_a_new_second(Path(config.output_dir) / "tensorboard")
+                tracker = tracking.TensorBoardTracker("tensorboard", config.output_dir, purge_step=purge)
+        elif name == "wandb":
+            tracker = tracking.WandBTracker(config.wandb_project, name=run, tags=config.wandb_tags, config=settings)
+        else:
+            tracker = tracking.TrackioTracker(config.wandb_project, name=run, config=settings)
+        tracker.start()
+    except ImportError as error:
+        raise UserError(
+            f"report_to: {name} is not installed ({error}); install it (pip install {name}) or set report_to: none"
+        ) from error
+    return tracker
+
+
+def _await_a_new_second(folder: Path) -> None:
+    """TensorBoard reads its files in the order of their names, which begin with the second of their start: two of one
+    second would be read in any order, and what the older one holds would hide the newer one's steps."""
+    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+        time.sleep(0.05)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for key, value in values.items():
+        if isinstance(value, bool) or key == "step":
+            continue
+        if isinstance(value, int | float):
+            flat[key] = float(value)
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            for rank, entry in enumerate(value):
+                flat |= {f"{key}/rank{rank}/{name}": number for name, number in _numbers(entry).items()}
+        elif isinstance(value, Mapping):
+            flat |= {f"{key}/{name}": number for name, number in _numbers(value).items()}
+    return flat
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a number that is none becomes null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+@contextmanager
+def show_progress(console: Console, total_steps: int) -> Iterator[Callable[[int], None]]:
+    """A bar with rate and time left under the log lines of a terminal; a file or pipe has the log lines alone."""
+    if not console.is_terminal or console.quiet:
+        yield lambda _: None
+        return
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("training", total=total_steps)
+        yield lambda step: bar.update(task, completed=step)

@@ -1,0 +1,275 @@
+"""The optimizer: which parameters learn how fast, which decay, and by which implementation."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.models.quantized import quieten_bitsandbytes
+
+log = logging.getLogger("vembed")
+
+_WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+_LAYER = re.compile(r"^(?P<tower>(?:.*?\.)?)(?:layers?|blocks?|h)\.(?P<index>\d+)\.")
+_HEAD = re.compile(r"^(head|loss)\.|(^|\.)(text_projection|visual_projection)\.")
+_FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One trainable parameter, and what the optimizer has to know about it."""
+
+    name: str
+    """As in the model before it was wrapped; a loss parameter starts with "loss."."""
+    parameter: nn.Parameter
+    shape: torch.Size
+    """Of the whole parameter, not of a shard."""
+    learning_rate: float
+    decays: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKey:
+    """Parameters that agree in all of this share a group."""
+
+    learning_rate: float
+    decays: bool
+    is_sharded: bool
+    """Plain tensors and DTensors cannot stand in one fused call."""
+
+
+def build_optimizer(model: nn.Module, loss: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of all trainable parameters of model and loss; call it when the model has been wrapped, since the
+    optimizer must see the shards. Each group has its peak learning rate under "initial_lr", for `Schedule.set`."""
+    trained = trained_parameters(model, loss, config)
+    groups: defaultdict[GroupKey, list[Trained]] = defaultdict(list)
+    for one in trained:
+        groups[GroupKey(one.learning_rate, one.decays, isinstance(one.parameter, DTensor))].append(one)
+    param_groups = [
+        {
+            "params": [one.parameter for one in members],
+            "lr": key.learning_rate,
+            "initial_lr": key.learning_rate,
+            "weight_decay": config.weight_decay if key.decays else 0.0,
+        }
+        for key, members in groups.items()
+    ]
+    optimizer, description = _create(config, param_groups, is_fsdp1=bool(FullyShardedDataParallel.fsdp_modules(model)))
+    log.info("optimizer: %s; %s", description, _summary(config, trained, len(groups)))
+    return optimizer
+
+
+def trained_parameters(model: nn.Module, loss: nn.Module, config: TrainConfig) -> list[Trained]:
+    """Every trainable parameter with its learning rate and whether it decays, in the order of the model."""
+    shapes = _whole_shapes(model)
+    named = [
+        (_WRAPPERS.sub("", name), parameter)
+        for prefix, module in (("", model), ("loss.", loss))
+        for name, parameter in module.named_parameters(prefix=prefix.rstrip("."))
+    ]
+    depths = _depths([name for name, _ in named])
+    head_rate = config.learning_rate if config.head_learning_rate is None else config.head_learning_rate
+    trained = []
+    for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
+        shape = shapes.get(id(parameter), parameter.shape)
+        if _HEAD.search(name):
+            rate = head_rate
+        else:
+            rate = config.learning_rate * config.layer_lr_decay ** depths[name]
+        trained.append(Trained(name, parameter, shape, rate, decays=len(shape) > 1 and not name.endswith("bias")))
+    if not trained:
+        raise UserError(
+            "nothing to train: every parameter of model and loss is frozen; take parts out of `freeze`, or set "
+            "use_lora: true"
+        )
+    _check_flattened(trained, config)
+    return trained
+
+
+def _depths(names: Iterable[str]) -> Mapping[str, int]:
+    """How many layers stand above each parameter in its own tower: 0 for the last layer and what comes after it, the
+    number of layers for embeddings."""
+    layers = {name: found for name in names if (found := _LAYER.search(name))}
+    num_layers: Counter[str] = Counter()
+    for found in layers.values():
+        tower = found["tower"]
+        num_layers[tower] = max(num_layers[tower], int(found["index"]) + 1)
+    depths = {}
+    for name in names:
+        if name in layers:
+            depths[name] = num_layers[layers[name]["tower"]] - 1 - int(layers[name]["index"])
+        elif "embed" in name:
+            depths[name] = _layers_beside(name, num_layers)
+        else:
+            depths[name] = 0
+    return depths
+
+
+def _layers_beside(name: str, num_layers: Mapping[str, int]) -> int:
+    """Layers of the tower that shares the longest part of its path with an embedding; among equals, the most."""
+
+    def common(tower: str) -> int:
+        parts = 0
+        for own, other in zip(name.split("."), tower.split("."), strict=False):
+            if own != other:
+                break
+            parts += 1
+        return parts
+
+    return max(((common(tower), count) for tower, count in num_layers.items()), default=(0, 0))[1]
+
+
+def _whole_shapes(model: nn.Module) -> dict[int, torch.Size]:
+    """FSDP1 leaves each rank flat pieces of the parameters: id of such a piece -> shape of the whole parameter.
+
+    FSDP2's DTensors and plain tensors tell their whole shape themselves.
+    """
+    shapes: dict[int, torch.Size] = {}
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        flat = module._flat_param
+        if flat is not None and flat._params is not None:
+            shapes |= {id(one): shape for one, shape in zip(flat._params, flat._shapes, strict=True)}
+    return shapes
+
+
+def _check_flattened(trained: list[Trained], config: TrainConfig) -> None:
+    """FSDP1 without use_orig_params melts weights and biases of a unit into one parameter: say what that costs."""
+    if not any(one.name.endswith("_flat_param") for one in trained):
+        return
+    if config.layer_lr_decay != 1.0 or config.head_learning_rate is not None:
+        raise UserError(
+            "layer_lr_decay and head_learning_rate need parameters that can be told apart, and fsdp_use_orig_params: "
+            "false melts those of a unit into one: set fsdp_use_orig_params: true or fsdp_version: 2"
+        )
+    if config.weight_decay:
+        log.warning(
+            "fsdp_use_orig_params: false melts the parameters of a unit into one, so weight_decay: %g reaches no "
+            "parameter of a unit (biases and norms cannot be left out); fsdp_use_orig_params: true keeps them apart",
+            config.weight_decay,
+        )
+
+
+def _create(config: TrainConfig, groups: list[dict[str, Any]], *, is_fsdp1: bool) -> tuple[torch.optim.Optimizer, str]:
+    """The optimizer and what the log says of it."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    adam: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+    }
+    said = f"betas ({config.adam_beta1:g}, {config.adam_beta2:g})"
+    if config.optim == "adafactor" and (is_fsdp1 or is_sharded):
+        raise UserError(
+            "optim: adafactor takes means over whole rows and columns, and torch's does not run on sharded parameters: "
+            "use optim: adamw_8bit with fsdp_version: 2, or strategy: ddp"
+        )
+    if is_fsdp1 and config.optim in ("adamw_8bit", "paged_adamw_8bit"):
+        raise UserError(
+            f"optim: {config.optim} holds blocks of whole parameters, and fsdp_version: 1 leaves each process a flat "
+            "piece of them: use fsdp_version: 2, or optim: adamw"
+        )
+    match config.optim:
+        case "adamw":
+            # On two CPU cores the fused step takes a third of the plain one's time; DTensors take it too.
+            fused = all(one.is_floating_point() and one.device.type in _FUSED_DEVICES for one in parameters)
+            return torch.optim.AdamW(groups, **adam, fused=fused), f"AdamW{' (fused)' if fused else ''}, {said}"
+        case "adamw_8bit" | "paged_adamw_8bit":
+            paged = config.optim == "paged_adamw_8bit"
+            if is_sharded:
+                return _torchao_adamw(groups, adam, config.optim), f"AdamW8bit of torchao (sharded parameters), {said}"
+            on_gpu = all(parameter.is_cuda for parameter in parameters)
+            if paged and not on_gpu:
+                log.warning("optim: paged_adamw_8bit needs a GPU to page from; without one it is adamw_8bit")
+            return _bitsandbytes_adamw(groups, adam, config.optim, paged=paged and on_gpu), (
+                f"{'PagedAdamW8bit' if paged and on_gpu else 'AdamW8bit'} of bitsandbytes, {said}"
+            )
+        case "adafactor":
+            return torch.optim.Adafactor(groups, lr=config.learning_rate), "Adafactor"
+        case "sgd":
+            return torch.optim.SGD(groups, lr=config.learning_rate), "SGD without momentum"
+
+
+def _bitsandbytes_adamw(
+    groups: list[dict[str, Any]], adam: dict[str, Any], name: str, *, paged: bool
+) -> torch.optim.Optimizer:
+    quieten_bitsandbytes()
+    try:
+        from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+    except ImportError as error:
+        raise UserError(f"optim: {name} needs bitsandbytes ({error}): pip install 'vembed[gpu]'") from error
+    kind = PagedAdamW8bit if paged else AdamW8bit
+    optimizer: torch.optim.Optimizer = kind(groups, **adam)
+    return optimizer
+
+
+def _torchao_adamw(groups: list[dict[str, Any]], adam: dict[str, Any], name: str) -> torch.optim.Optimizer:
+    """bitsandbytes' kernels do not take DTensors; torchao's do."""
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise UserError(
+            f"optim: {name} needs torchao on sharded parameters ({error}): pip install 'vembed[fsdp]', or use "
+            "optim: adamw"
+        ) from error
+    for group in groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, DTensor) and parameter.device.type == "cpu" and _leaves_a_rank_empty(parameter):
+                # torchao 0.18 on torch 2.13 ends the process without a word.
+                raise UserError(
+                    f"optim: {name} of torchao crashes on the CPU where a process holds nothing of a parameter, and "
+                    f"one of shape {list(parameter.shape)} has too few rows for all: use optim: adamw, or fewer "
+                    "processes"
+                )
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **adam)
+    return optimizer
+
+
+def _leaves_a_rank_empty(parameter: DTensor) -> bool:
+    """Whether a shard of it has no rows; the same answer on every rank."""
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            num_shards, num_rows = parameter.device_mesh.size(axis), parameter.shape[placement.dim]
+            if math.ceil(num_rows / math.ceil(num_rows / num_shards)) < num_shards:
+                return True
+    return False
+
+
+def _summary(config: TrainConfig, trained: list[Trained], num_groups: int) -> str:
+    """How many parameters decay and how fast they learn."""
+
+    def count(members: list[Trained]) -> str:
+        return f"{sum(one.shape.numel() for one in members):,d} in {len(members):,d} tensors"
+
+    decaying = [one for one in trained if one.decays]
+    still = [one for one in trained if not one.decays]
+    heads = [one for one in trained if _HEAD.search(one.name)]
+    parts = [
+        f"{count(trained)} trained, {num_groups} groups",
+        f"weight decay {config.weight_decay:g} on {count(decaying)}, none on {count(still)} (biases, norms, scalars)",
+    ]
+    if config.head_learning_rate is not None:
+        parts.append(
+            f"head_learning_rate {config.head_learning_rate:g} for {count(heads)} (heads, projections, scales)"
+        )
+    if config.layer_lr_decay != 1.0:
+        rates = [one.learning_rate for one in trained if one not in heads]
+        low, high = (min(rates), max(rates)) if rates else (0.0, 0.0)
+        parts.append(
+            f"layer_lr_decay {config.layer_lr_decay:g}: peaks from {low:.3g} (lowest) to {high:.3g} (last layer)"
+        )
+    return "; ".join(parts)

@@ -1,0 +1,90 @@
+"""Schedule: the learning rate as a pure function of the step, so that a resumed run needs no state for it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Literal
+
+import torch
+
+from vembed.config.schema import TrainConfig
+
+log = logging.getLogger("vembed")
+
+Kind = Literal["linear", "cosine", "constant"]
+
+
+def lr_factor(step: int, total: int, warmup: int, kind: Kind) -> float:
+    """Share of the peak learning rate in step number `step`, counted from 0, of `total`.
+
+    It rises in equal parts to 1 in the last of `warmup` steps, and falls from there so that it would reach 0 in the
+    step after the last: no step is wasted on a learning rate of 0, neither the first nor the last.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    peak = max(warmup - 1, 0)
+    fallen = min((step - peak) / (total - peak), 1.0) if total > peak else 1.0
+    if kind == "linear":
+        return 1.0 - fallen
+    if kind == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * fallen))
+    return 1.0
+
+
+def lr_multiplier(config: TrainConfig, examples_per_step: int) -> float:
+    """What `scale_learning_rate` multiplies every learning rate by."""
+    ratio = examples_per_step / config.base_batch_size
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.scale_learning_rate]
+
+
+class Schedule:
+    """The learning rates of a run: set before every step of the optimizer."""
+
+    def __init__(self, config: TrainConfig, total_steps: int, examples_per_step: int) -> None:
+        self.kind: Kind = config.lr_scheduler_type
+        self.total_steps = total_steps
+        self.multiplier = lr_multiplier(config, examples_per_step)
+        self.peak = config.learning_rate * self.multiplier
+        if config.warmup_steps is not None:
+            self.warmup_steps, why = config.warmup_steps, "warmup_steps"
+        else:
+            # Rounded up, so that a ratio above 0 warms up in short runs too.
+            self.warmup_steps = math.ceil(config.warmup_ratio * total_steps)
+            why = f"warmup_ratio {config.warmup_ratio:g} of {total_steps:,d} steps"
+        fall = "stays there" if self.kind == "constant" else f"then falls by the {self.kind} schedule"
+        log.info(
+            "learning rate: peak %.3g (%s), after %d warm-up steps (%s), %s",
+            self.peak, self._derivation(config, examples_per_step), self.warmup_steps, why, fall,
+        )  # fmt: skip
+        if self.warmup_steps > total_steps:
+            log.warning(
+                "warmup_steps: %d is more than the %d steps of this run: the learning rate only gets to %.3g",
+                self.warmup_steps, total_steps, self.value(total_steps - 1),
+            )  # fmt: skip
+
+    def factor(self, step: int) -> float:
+        """Share of the peak in step number `step`, counted from 0."""
+        return lr_factor(step, self.total_steps, self.warmup_steps, self.kind)
+
+    def value(self, step: int) -> float:
+        """The learning rate of parameters without one of their own."""
+        return self.peak * self.factor(step)
+
+    def set(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Give every parameter group its learning rate for step number `step`; returns `value(step)`."""
+        factor = self.multiplier * self.factor(step)
+        for group in optimizer.param_groups:
+            value = group["initial_lr"] * factor
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(value)
+            else:
+                group["lr"] = value
+        return self.value(step)
+
+    def _derivation(self, config: TrainConfig, examples_per_step: int) -> str:
+        if config.scale_learning_rate == "none":
+            return "learning_rate as given, on any number of processes"
+        ratio = f"{examples_per_step:,d} examples per step / base_batch_size {config.base_batch_size:,d}"
+        ratio = f"sqrt({ratio})" if config.scale_learning_rate == "sqrt" else f"({ratio})"
+        return f"{config.learning_rate:g} * {ratio}"

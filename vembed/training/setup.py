@@ -1,0 +1,113 @@
+"""Decisions of a run's set-up that need both the config and what was found: batches, steps, workers, first weights."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from vembed.config.schema import TrainConfig
+from vembed.data.batches import BatchPlan
+from vembed.data.features import Featuriser
+from vembed.data.sources import ExampleStore
+from vembed.distributed import collectives
+from vembed.distributed.session import Session
+from vembed.errors import UserError
+from vembed.evaluation.encoding import encode_items
+from vembed.losses.batch import EmbeddingLoss
+from vembed.models.description import ModelDescription
+from vembed.models.embedder import EmbeddingModel
+
+log = logging.getLogger("vembed")
+
+SAMPLE = 2048
+"""Documents whose embeddings show the directions that carry most."""
+
+
+def make_output_folder(config: TrainConfig) -> None:
+    """output_dir, with its parents; every process does this."""
+    try:
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"output_dir: {config.output_dir} cannot be made ({error.strerror}); give a folder that you may write to"
+        ) from error
+
+
+@contextmanager
+def main_first(session: Session) -> Iterator[None]:
+    """Let rank 0 go through the with-block before the others, which then find in the cache what it has read; a mistake
+    of the user that rank 0 meets is raised on all."""
+    if not session.is_main:
+        mistake = collectives.broadcast_json(None)
+        if mistake is not None:
+            raise UserError(mistake)
+        yield
+        return
+    try:
+        yield
+    except UserError as error:
+        collectives.broadcast_json(str(error))
+        raise
+    collectives.broadcast_json(None)
+
+
+def plan_batches(config: TrainConfig, store: ExampleStore, session: Session) -> tuple[BatchPlan, int]:
+    """The order of the examples, and how many optimizer steps the run has."""
+    size = config.global_batch_size or config.batch_size * session.world_size
+    plan = BatchPlan(
+        store.sizes,
+        size,
+        config.seed,
+        weights=store.weights,
+        names=store.names,
+        homogeneous=config.homogeneous_batches,
+        keys=store.all_keys() if config.no_duplicates else None,
+    )
+    log.info(plan.summary())
+    steps = config.max_steps or math.ceil(config.epochs * plan.steps_per_epoch / config.gradient_accumulation_steps)
+    log.info(
+        "global batch: %s examples over %d processes (%s each)%s; %s steps",
+        f"{size:,d}",
+        session.world_size,
+        f"{size / session.world_size:,.6g}",
+        f", {config.gradient_accumulation_steps} batches per step" if config.gradient_accumulation_steps > 1 else "",
+        f"{steps:,d}",
+    )
+    if size < session.world_size:
+        raise UserError(f"global_batch_size: {size} is less than the number of processes, {session.world_size}")
+    return plan, max(steps, 1)
+
+
+def num_workers(config: TrainConfig, description: ModelDescription) -> int:
+    """Threads that prepare shares ahead: one is enough for text, which the tokenizer cuts in parallel anyway."""
+    if config.num_workers != "auto":
+        return config.num_workers
+    return 1 if description.lanes == ("text",) else min(4, max(1, (os.cpu_count() or 1) // 2))
+
+
+def learned(loss: EmbeddingLoss) -> dict[str, float]:
+    """The loss's learned scale and bias, for the log."""
+    values = loss.scale_and_bias()
+    return {} if values is None else {"scale": values[0], "bias": values[1]}
+
+
+def start_head(
+    config: TrainConfig, model: EmbeddingModel, featuriser: Featuriser, store: ExampleStore, session: Session
+) -> None:
+    """With `mrl_projection_init: pca`, turn the projection so that its first coordinates carry the most; collective."""
+    if config.mrl_projection_init != "pca" or model.mrl_projection is None:
+        return
+    if session.is_main:
+        step = max(len(store) // SAMPLE, 1)
+        items = [store[index].positives[0] for index in range(0, len(store), step)][:SAMPLE]
+        with model.without_mrl_projection():
+            vectors = encode_items(model, featuriser, items, "document", normalize=False)
+        model.start_mrl_projection(torch.from_numpy(vectors))
+        log.info("mrl_projection_init: principal components of %s documents", f"{len(items):,d}")
+    collectives.broadcast_tensors([model.mrl_projection.linear.weight])

@@ -1,0 +1,238 @@
+"""What a run must hold to go on: trained weights and optimizer state, as named tensors that any strategy can read."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from vembed.distributed import collectives
+from vembed.errors import UserError
+
+_OPTIMIZER = "optimizer."
+_WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+_OWN = re.compile(r"\.rank\d+of\d+$")
+MAX_NAMED = 3
+
+Load = Callable[[dict[str, Any]], None]
+"""Fills tensors in place from a checkpoint, by name."""
+
+
+class Trained(nn.Module):
+    """Model and loss under one roof: their parameters are called "model...." and "loss....", as in one optimizer."""
+
+    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """One value of the optimizer's state, and the tensors that stand for it in a checkpoint."""
+
+    path: tuple[str, ...]
+    """Parameter, then keys."""
+    value: Any
+    pieces: dict[str, Any]
+    """By name; they share memory with `value`, unless that is a number."""
+
+
+def quieten_torch() -> None:
+    """FSDP1's sharded state and a save in a single process make torch warn of its own doing, in its own threads too."""
+    for message in (
+        "torch.distributed is disabled, unavailable or uninitialized",
+        "Please use DTensor instead and we are deprecating ShardedTensor",
+        "`_get_pg_default_device` will be deprecated",
+        "Multiple backends are registered with this ProcessGroup",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def tensors_of(model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Trained weights, buffers and optimizer state by name, as plain tensors or DTensors."""
+    roof = Trained(model, loss)
+    tensors = {name: _movable(value) for name, value in _weights(roof).items()}
+    # A fresh optimizer has no state, and asking torch for it would make some.
+    if optimizer is not None and optimizer.state:
+        state: Any = get_optimizer_state_dict(roof, optimizer, options=_TRAINED)["state"]
+        for leaf in _leaves(state):
+            tensors |= leaf.pieces
+    return tensors
+
+
+def restore(
+    model: nn.Module,
+    loss: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    saved: Mapping[str, list[int]],
+    load: Load,
+    *,
+    saved_optimizer: str = "",
+) -> None:
+    """Fill model, loss and optimizer from a checkpoint that holds tensors of the names and shapes `saved`.
+
+    The optimizer's groups (learning rate, weight decay, betas) stay as the config has them.
+    """
+    roof = Trained(model, loss)
+    weights = _weights(roof)
+    _check_weights(weights, saved)
+    tensors = {name: _movable(value) for name, value in weights.items()}
+    leaves: list[_Leaf] = []
+    state: dict[str, Any] = {}
+    groups: Any = []
+    if optimizer is not None and any(name.startswith(_OPTIMIZER) for name in saved):
+        # torch makes the tensors to be filled by a step without gradients, and only where there are none.
+        optimizer.zero_grad(set_to_none=True)
+        whole: Any = get_optimizer_state_dict(roof, optimizer, options=_TRAINED)
+        state, groups = whole["state"], whole["param_groups"]
+        held = {name for name in state if any(key.startswith(f"{_OPTIMIZER}{name}.") for key in saved)}
+        state = {name: value for name, value in state.items() if name in held}
+        leaves = _leaves(state)
+        _check_optimizer(leaves, saved, saved_optimizer, optimizer_kind(optimizer))
+        for leaf in leaves:
+            tensors |= leaf.pieces
+    load(tensors)
+    if FullyShardedDataParallel.fsdp_modules(model):
+        # What FSDP1 gave was a copy of its flat parameters' pieces; it has to take it back.
+        _put_numbers(leaves, state)
+        set_model_state_dict(roof, weights, options=_TRAINED)
+        if optimizer is not None and leaves:
+            set_optimizer_state_dict(roof, optimizer, {"state": state, "param_groups": groups}, options=_TRAINED)
+    elif optimizer is not None:
+        # All tensors above were the live ones. What is left: numbers, and parameters that had not been stepped.
+        live = {_WRAPPERS.sub("", name): parameter for name, parameter in roof.named_parameters()}
+        _put_numbers(leaves, {name: optimizer.state[live[name]] for name in state})
+        for name, parameter in live.items():
+            if name not in state:
+                optimizer.state.pop(parameter, None)
+    if optimizer is not None and not leaves:
+        optimizer.state.clear()
+
+
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
+    """Whose optimizer it is, as a person would say it: "AdamW8bit of torchao"."""
+    return f"{type(optimizer).__name__} of {type(optimizer).__module__.partition('.')[0]}"
+
+
+def _weights(roof: Trained) -> dict[str, Any]:
+    """Trained parameters and buffers. Quantised frozen layers bring more entries than parameters; those stay out."""
+    frozen = {
+        _WRAPPERS.sub("", name) + "." for name, parameter in roof.named_parameters() if not parameter.requires_grad
+    }
+    weights = get_model_state_dict(roof, options=_TRAINED)
+    return {name: value for name, value in weights.items() if not any(name.startswith(start) for start in frozen)}
+
+
+def _leaves(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[_Leaf]:
+    """The values of an optimizer's state, nested as deep as its author liked."""
+    leaves = []
+    for key, value in state.items():
+        here = (*path, key)
+        if isinstance(value, dict):
+            leaves += _leaves(value, here)
+        else:
+            leaves.append(_Leaf(here, value, _pieces(_OPTIMIZER + ".".join(here), value)))
+    return leaves
+
+
+def _pieces(name: str, value: Any) -> dict[str, Any]:
+    """A tensor as it is; a number as a tensor; a quantised shard (torchao) as the tensors that it is made of.
+
+    The blocks of a quantised shard do not fit shards of another size, so the name has the rank and the number of ranks.
+    """
+    if not isinstance(value, Tensor):
+        return {name: torch.tensor(value)}
+    value = _movable(value)
+    local: Any = value.to_local() if isinstance(value, DTensor) else value
+    if not is_traceable_wrapper_subclass(local):
+        return {name: value}
+    own = f"rank{collectives.rank()}of{collectives.world_size()}"
+    return {f"{name}.{part}.{own}": getattr(local, part) for part in local.__tensor_flatten__()[0]}
+
+
+def _movable(value: Any) -> Any:
+    """FSDP1's ShardedTensor as the DTensor that it is, on the same memory: asynchronous saving knows only those."""
+    if not isinstance(value, ShardedTensor):
+        return value
+    shape = value.size()
+    shards = value.local_shards()
+    own = shards[0].tensor if shards else torch.empty(0, *shape[1:], dtype=value.dtype)
+    mesh = DeviceMesh.from_group(value._process_group, own.device.type)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def _put_numbers(leaves: list[_Leaf], state: Mapping[str, Any]) -> None:
+    """Numbers came back as tensors: put them where they belong."""
+    for leaf in leaves:
+        if isinstance(leaf.value, Tensor):
+            continue
+        place = state
+        for key in leaf.path[:-1]:
+            place = place[key]
+        place[leaf.path[-1]] = next(iter(leaf.pieces.values())).item()  # type: ignore[index]
+
+
+def _check_weights(weights: Mapping[str, Any], saved: Mapping[str, list[int]]) -> None:
+    """The checkpoint must hold what this run trains, no more and no less."""
+    held = {name for name in saved if not name.startswith(_OPTIMIZER)}
+    missing, extra = sorted(set(weights) - held), sorted(held - set(weights))
+    if missing or extra:
+        sides = {"only this run trains": missing, "only the checkpoint has": extra}
+        named = "; ".join(f"{side} {_few(names)}" for side, names in sides.items() if names)
+        raise UserError(
+            f"the checkpoint is of another model: {named}; resume with the model, LoRA and freeze settings that it was "
+            "trained with, or start anew in another output_dir"
+        )
+    for name, value in weights.items():
+        if list(value.size()) != saved[name]:
+            raise UserError(
+                f"the checkpoint is of another model: {name} has the shape {saved[name]} there and "
+                f"{list(value.size())} in this run; resume with the settings that it was trained with"
+            )
+
+
+def _check_optimizer(leaves: list[_Leaf], saved: Mapping[str, list[int]], theirs: str, ours: str) -> None:
+    """The state of one optimizer means nothing to another, nor blocks of 8-bit state to other shards."""
+    held = {name for name in saved if name.startswith(_OPTIMIZER) and not _OWN.search(name)}
+    shapes = {name: list(piece.size()) for leaf in leaves for name, piece in leaf.pieces.items()}
+    foreign = sorted(name for name, shape in shapes.items() if saved.get(name) != shape)
+    foreign += sorted(held - set(shapes))
+    if not foreign:
+        return
+    if theirs == ours and any(_OWN.search(name) for name in foreign):
+        raise UserError(
+            f"the checkpoint's state of {theirs} cannot be divided among {collectives.world_size()} process(es), since "
+            "its 8-bit blocks follow the shards: resume on as many processes as wrote it (only optim: adamw moves "
+            "freely), or start anew in another output_dir"
+        )
+    raise UserError(
+        f"the checkpoint holds the state of {theirs}, which {ours} cannot take over ({foreign[0]}): resume with the "
+        "optim and strategy that it was trained with (8-bit state does not move between copied and sharded "
+        "parameters), or start anew in another output_dir"
+    )
+
+
+def _few(names: list[str]) -> str:
+    """The first of many names, and how many there are."""
+    more = f" and {len(names) - MAX_NAMED:,d} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more

@@ -1,0 +1,80 @@
+"""PhaseTimer and Profile: where the time of a step goes, per rank, without stopping the device to ask."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from vembed.config.schema import TrainConfig
+
+log = logging.getLogger("vembed")
+
+PHASES = ("data", "forward", "loss", "backward", "optimizer", "wait")
+"""Phases of a step; `wait` is the time in collectives, waiting for other ranks included."""
+
+
+class PhaseTimer:
+    """Adds up seconds per phase: wall clock on CPU, events on CUDA that are read when the figures are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count the time inside the with-block as `phase`."""
+        if self.on_cuda and phase != "data":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            try:
+                yield
+            finally:
+                end.record()
+                self.events.append((phase, start, end))
+            return
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - began
+
+    def take(self) -> dict[str, float]:
+        """Seconds per phase since the last call; waits for the device."""
+        if self.events:
+            self.events[-1][2].synchronize()
+            for phase, start, end in self.events:
+                self.seconds[phase] += start.elapsed_time(end) / 1000
+            self.events.clear()
+        taken = {phase: self.seconds[phase] for phase in PHASES}
+        self.seconds.clear()
+        return taken
+
+
+class Profile:
+    """Writes what each rank did in the chosen steps to trace-rank<r>.json, which Perfetto and chrome://tracing show."""
+
+    def __init__(self, config: TrainConfig, rank: int) -> None:
+        self.range = config.profile_steps
+        self.path = Path(config.output_dir) / f"trace-rank{rank}.json"
+        self.profiler: torch.profiler.profile | None = None
+
+    def before(self, step: int) -> None:
+        """Start recording ahead of the first chosen step (steps count from 1)."""
+        if self.range and step == self.range[0]:
+            self.profiler = torch.profiler.profile(record_shapes=True, with_stack=True)
+            self.profiler.start()
+
+    def after(self, step: int) -> None:
+        """Stop after the last chosen step and write the trace."""
+        if self.range and self.profiler is not None and step == self.range[1]:
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.path))
+            self.profiler = None
+            log.info("profile: steps %d to %d are in %s", self.range[0], self.range[1], self.path)

@@ -1,0 +1,95 @@
+"""Watch: numbers that are none, losses that stand still, embeddings that collapse; said where a user can act on it."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from torch import Tensor
+
+from vembed.config.schema import TrainConfig
+from vembed.data.share import Share
+from vembed.distributed import collectives
+from vembed.distributed.session import Session
+from vembed.errors import RunError
+from vembed.training.update import Outcome
+
+log = logging.getLogger("vembed")
+
+COLLAPSED = 0.99
+"""Mean cosine between two inputs above which embeddings no longer tell them apart."""
+STILL_STEPS = 200
+"""Steps after which a loss that has not left its starting range is worth a warning."""
+STILL_RANGE = 0.001
+MAX_NAMED = 5
+
+
+class Watch:
+    """Looks at each step's figures and warns once of each thing."""
+
+    def __init__(self, config: TrainConfig, session: Session) -> None:
+        self.stops = config.on_nonfinite == "stop"
+        self.scales = session.mixed_precision == "fp16"
+        self.session = session
+        self.warned: set[str] = set()
+        self.lowest = math.inf
+        self.highest = -math.inf
+        self.num_seen = 0
+
+    def finite(self, step: int, outcome: Outcome, share: Share, embeddings: Tensor) -> bool:
+        """Whether the step counted. One that did not stops the run, or is named; the same on every rank."""
+        if outcome.applied:
+            return True
+        if self.scales and math.isfinite(outcome.loss):
+            log.info("step %d: float16 overflow, gradient scale halved, step left out", step)
+            return False
+        mine = [] if bool(torch.isfinite(embeddings).all()) else share.where[:MAX_NAMED]
+        named = collectives.gather_objects_as_json(mine)
+        culprits = "; ".join(f"rank {rank}: {', '.join(where)}" for rank, where in enumerate(named) if where)
+        what = (
+            f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; embeddings that are not finite on "
+            f"{culprits or 'no rank (the gradient overflowed; first examples: ' + ', '.join(share.where[:2]) + ')'}"
+        )
+        if self.stops:
+            raise RunError(
+                f"{what}. Lower learning_rate or max_grad_norm, use mixed_precision: bf16 instead of fp16, or set "
+                "on_nonfinite: skip to leave such steps out; the last good checkpoint is untouched"
+            )
+        log.warning("%s; step left out (on_nonfinite: skip)", what)
+        return False
+
+    def figures(self, step: int, loss: float, embeddings: Tensor) -> dict[str, float]:
+        """Called with every log line: the mean cosine between this rank's inputs, and warnings where there is cause."""
+        self.num_seen += 1
+        self.lowest, self.highest = min(self.lowest, loss), max(self.highest, loss)
+        cosine = mean_cosine(embeddings)
+        if cosine > COLLAPSED:
+            self._once(
+                "collapse",
+                f"embeddings collapse: the mean cosine between inputs is {cosine:.3f}; lower learning_rate, check that "
+                "pooling fits the model, and that positives are not the same text in every row",
+            )
+        is_still = self.highest - self.lowest <= STILL_RANGE * max(abs(self.highest), 1e-12)
+        if step >= STILL_STEPS and self.num_seen > 1 and is_still:
+            self._once(
+                "still",
+                f"the loss has stayed at {loss:.4f} for {step:,d} steps; raise learning_rate, and check that "
+                "parameters are trained at all (freeze, use_lora)",
+            )
+        return {"mean_cosine": cosine}
+
+    def _once(self, what: str, message: str) -> None:
+        if what not in self.warned:
+            self.warned.add(what)
+            log.warning(message)
+
+
+def mean_cosine(embeddings: Tensor) -> float:
+    """Mean cosine over all pairs of different rows, from the length of the mean direction: no matrix of pairs."""
+    num = embeddings.shape[0]
+    if num < 2:
+        return 0.0
+    unit = torch.nn.functional.normalize(embeddings.detach().float(), dim=1)
+    total = float(unit.sum(dim=0).square().sum())
+    return (total - num) / (num * (num - 1))

@@ -1,0 +1,58 @@
+"""The whole model inside a checkpoint, for fsdp_state_dict_type: FULL_STATE_DICT; others hold pieces alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from vembed.config.schema import TrainConfig
+from vembed.distributed.fsdp import full_state_dict
+from vembed.distributed.session import Session
+from vembed.losses.batch import EmbeddingLoss
+from vembed.models.embedder import EmbeddingModel
+from vembed.models.files import save_model
+from vembed.models.precision import saved_dtype
+
+log = logging.getLogger("vembed")
+
+FOLDER = "model"
+
+
+def whole_model_writer(
+    config: TrainConfig, session: Session, embedder: EmbeddingModel, model: nn.Module, loss: EmbeddingLoss
+) -> Callable[[Path], None] | None:
+    """What `Checkpointer.save` is to write besides: the model in the layout of final/, if the config asks for it.
+
+    The pieces are written all the same: the run goes on from those, on any number of processes. Collective.
+    """
+    kind = None if session.fsdp is None else session.fsdp.state_dict_type
+    if kind == "LOCAL_STATE_DICT":
+        log.info(
+            "fsdp_state_dict_type: LOCAL_STATE_DICT: each process writes its own pieces, as with SHARDED_STATE_DICT; "
+            "here any number of processes can read them"
+        )
+    if kind != "FULL_STATE_DICT":
+        return None
+    log.info("fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in %s/", FOLDER)
+
+    def write(checkpoint: Path) -> None:
+        weights = full_state_dict(model)
+        if session.is_main:
+            learned = loss.scale_and_bias()
+            if learned is not None:
+                embedder.write_scale_and_bias(*learned, weights)
+            merge = config.save_merged
+            save_model(
+                checkpoint / FOLDER,
+                embedder.description,
+                embedder.backbone,
+                embedder.head,
+                weights,
+                dtype=saved_dtype(config, embedder.description),
+                merge_adapters=merge,
+            )
+
+    return write
