@@ -1,0 +1,230 @@
+"""Evaluation data: what counts as relevant, what counts as the same, and what is wrong with a file, by line."""
+
+import json
+
+import pytest
+
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import Example, Item
+from vembed.errors import UserError
+from vembed.evaluation.dataset import RetrievalData, ScoredPairs, from_examples, open_eval_data
+
+
+def write_lines(path, records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in records) + "\n")
+    return path
+
+
+def opened(path, **options):
+    task = options.pop("task", "auto")
+    splits = options.pop("splits", None)
+    extra = {"splits": splits} if splits else {}
+    return open_eval_data(TrainConfig(model_name="m", data_path="d", **options), str(path), task=task, **extra)
+
+
+def found(data):
+    """Query text -> {document text: grade}."""
+    return {
+        query.text: {data.documents[index].text: grade for index, grade in relevant.items()}
+        for query, relevant in zip(data.queries, data.relevance, strict=True)
+    }
+
+
+def example(query, *positives, scores=None, negatives=()):
+    items = tuple(Item(text=one) for one in positives)
+    return Example(Item(text=query), items, tuple(Item(text=one) for one in negatives), scores)
+
+
+# ---- pairs -----------------------------------------------------------------------------------------------------
+
+
+def test_every_positive_is_the_corpus_and_negatives_are_not(tmp_path):
+    path = write_lines(
+        tmp_path / "val.jsonl",
+        [
+            {"query": "a", "positive": "A", "negatives": ["B", "only a negative"]},
+            {"query": "b", "positive": ["B", "BB"]},
+        ],
+    )
+    data = opened(path)
+    assert isinstance(data, RetrievalData)
+    assert [item.text for item in data.documents] == ["A", "B", "BB"]
+    assert found(data) == {"a": {"A": 1}, "b": {"B": 1, "BB": 1}}
+    assert data.summary() == f"2 queries over 3 documents, 3 relevant pairs, from {path}"
+
+
+def test_equal_contents_are_one_document_and_equal_queries_one_query():
+    data = from_examples([example("a", "A"), example("b", "A"), example("a", "C"), example("a", "A")], "test")
+    assert [item.text for item in data.documents] == ["A", "C"]
+    assert found(data) == {"a": {"A": 1, "C": 1}, "b": {"A": 1}}
+
+
+def test_whole_scores_are_grades_as_they_stand():
+    data = from_examples([example("a", "A", "B", "C", scores=(3.0, 1.0, 0.0))], "test")
+    assert found(data) == {"a": {"A": 3, "B": 1}}
+    assert len(data.documents) == 3, "a positive of score 0 is a document that nobody should find"
+
+
+def test_fractional_scores_keep_their_proportions():
+    data = from_examples([example("a", "A", "B", scores=(0.8, 0.2)), example("b", "B", scores=(0.0001,))], "test")
+    assert found(data) == {"a": {"A": 1000, "B": 250}, "b": {"B": 1}}
+
+
+def test_negative_scores_are_not_relevant():
+    data = from_examples([example("a", "A", "B", scores=(-1.0, 2.0))], "test")
+    assert found(data) == {"a": {"B": 2}}
+
+
+def test_the_higher_grade_counts_where_a_pair_occurs_twice():
+    data = from_examples([example("a", "A", "B", scores=(1.0, 1.0)), example("a", "A", scores=(2.0,))], "test")
+    assert found(data) == {"a": {"A": 2, "B": 1}}
+
+
+# ---- scored pairs ----------------------------------------------------------------------------------------------
+
+
+def test_one_positive_and_a_score_each_are_scored_pairs(tmp_path):
+    path = write_lines(
+        tmp_path / "sts.jsonl",
+        [{"sentence1": "a", "sentence2": "b", "score": 0.5}, {"sentence1": "c", "sentence2": "d", "score": 1}],
+    )
+    data = opened(path)
+    assert isinstance(data, ScoredPairs)
+    assert data.scores == (0.5, 1.0)
+    assert [item.text for item in (*data.first, *data.second)] == ["a", "c", "b", "d"]
+    assert data.summary() == f"2 scored pairs from {path}"
+
+
+def test_the_task_can_be_said():
+    examples = [example("a", "A", scores=(1.0,)), example("b", "B", scores=(2.0,))]
+    assert isinstance(from_examples(examples, "test"), ScoredPairs)
+    assert isinstance(from_examples(examples, "test", "retrieval"), RetrievalData)
+    with_several = [example("a", "A", "B", scores=(1.0, 0.5))]
+    assert isinstance(from_examples(with_several, "test"), RetrievalData)
+    assert from_examples(with_several, "test", "similarity").scores == (1.0, 0.5)
+
+
+def test_scores_that_are_all_equal_allow_no_correlation():
+    with pytest.raises(UserError, match="2 scored pairs with 1 different scores"):
+        from_examples([example("a", "A", scores=(1.0,)), example("b", "B", scores=(1.0,))], "test")
+    with pytest.raises(UserError, match="0 scored pairs"):
+        from_examples([example("a", "A")], "test", "similarity")
+
+
+# ---- BEIR folders ----------------------------------------------------------------------------------------------
+
+CORPUS = [
+    {"_id": "d1", "title": "Title", "text": "of one"},
+    {"_id": "d2", "title": "", "text": "two"},
+    {"_id": "d3", "text": "three"},
+]
+QUERIES = [{"_id": "q1", "text": "first"}, {"_id": 2, "text": "second"}, {"_id": "q3", "text": "not judged"}]
+
+
+def beir(folder, qrels, corpus=CORPUS, queries=QUERIES, split="test"):
+    write_lines(folder / "corpus.jsonl", corpus)
+    write_lines(folder / "queries.jsonl", queries)
+    write_lines(folder / "qrels" / f"{split}.tsv", ["query-id\tcorpus-id\tscore", *qrels])
+    return folder
+
+
+def test_beir_folder(tmp_path):
+    data = opened(beir(tmp_path, ["q1\td1\t2", "q1\td2\t0", "2\td3\t1"]))
+    assert [item.text for item in data.documents] == ["Title of one", "two", "three"]
+    assert found(data) == {"first": {"Title of one": 2}, "second": {"three": 1}}
+    assert "2 queries over 3 documents" in data.summary()
+    assert "test.tsv" in data.summary()
+
+
+def test_beir_without_header(tmp_path):
+    folder = beir(tmp_path, [])
+    (folder / "qrels" / "test.tsv").write_text("q1\td1\t1\n")
+    assert found(opened(folder)) == {"first": {"Title of one": 1}}
+
+
+def test_equal_documents_are_joined_and_said(tmp_path):
+    data = opened(beir(tmp_path, ["q1\td3\t1", "q1\td4\t2"], corpus=[*CORPUS, {"_id": "d4", "text": "three"}]))
+    assert found(data) == {"first": {"three": 2}}
+    assert data.notes == ("joined 1 documents with equal content",)
+
+
+def test_choice_of_qrels(tmp_path):
+    folder = beir(tmp_path, ["q1\td1\t1"])
+    beir(tmp_path, ["q1\td2\t1"], split="dev")
+    assert found(opened(folder)) == {"first": {"two": 1}}, "in training dev comes first"
+    assert found(opened(folder, splits=("test",))) == {"first": {"Title of one": 1}}
+    assert found(opened(folder / "qrels" / "test.tsv")) == {"first": {"Title of one": 1}}
+    with pytest.raises(UserError, match=r"holds dev, test, and none of train"):
+        opened(folder, splits=("train",))
+    (folder / "qrels" / "dev.tsv").rename(folder / "qrels" / "extra.tsv")
+    (folder / "qrels" / "test.tsv").unlink()
+    assert found(opened(folder)) == {"first": {"two": 1}}, "the only one there is needs no name"
+
+
+def test_missing_files_are_named(tmp_path):
+    folder = beir(tmp_path, ["q1\td1\t1"])
+    (folder / "queries.jsonl").unlink()
+    with pytest.raises(UserError, match=r"queries\.jsonl cannot be read: No such file"):
+        opened(folder)
+    (folder / "qrels" / "test.tsv").unlink()
+    with pytest.raises(UserError, match=r"no \*\.tsv file"):
+        opened(folder)
+
+
+BAD_CORPUS = [
+    *CORPUS,
+    "{broken",
+    {"_id": "d5", "text": "  "},
+    {"text": "no id"},
+    {"_id": "d1", "text": "again"},
+    ["a list"],
+    {"_id": True, "text": "no id either"},
+]
+BAD_QRELS = ["q1\td1\t1", "q1\td1", "q9\td1\t1", "q1\td9\t1", "q1\td1\thigh"]
+
+
+def test_bad_records_are_named_with_file_and_line(tmp_path):
+    folder = beir(tmp_path, BAD_QRELS, corpus=BAD_CORPUS)
+    with pytest.raises(UserError) as raised:
+        opened(folder)
+    message = str(raised.value)
+    corpus, qrels = folder / "corpus.jsonl", folder / "qrels" / "test.tsv"
+    assert message.startswith(f"10 bad records in {folder}")
+    for part in (
+        f"{corpus}:4: not JSON",
+        f"{corpus}:5: d5 has no text",
+        f"{corpus}:6: no field _id",
+        f"{corpus}:7: _id d1 occurs twice",
+        f"{corpus}:8: no field _id",
+        f"{corpus}:9: no field _id",
+        f"{qrels}:3: not query-id, corpus-id and a whole score",
+        f"{qrels}:4: query q9 is not in queries.jsonl",
+        f"{qrels}:5: document d9 is not in corpus.jsonl",
+        f"{qrels}:6: not query-id, corpus-id and a whole score",
+    ):
+        assert part in message
+
+
+def test_only_the_first_ten_are_listed(tmp_path):
+    folder = beir(tmp_path, ["q1\td1\t1"], corpus=[*CORPUS, *["{broken"] * 12])
+    with pytest.raises(UserError, match=r"(?s)12 bad records.*and 2 more"):
+        opened(folder)
+
+
+def test_bad_records_can_be_left_out_and_are_counted(tmp_path):
+    data = opened(beir(tmp_path, BAD_QRELS, corpus=BAD_CORPUS), on_bad_record="skip")
+    assert found(data) == {"first": {"Title of one": 1}}
+    assert "left out 10 bad records, the first:" in data.notes[0]
+
+
+def test_nothing_relevant_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="no query with a relevant document"):
+        opened(beir(tmp_path, ["q1\td1\t0"]))
+
+
+def test_text_that_is_no_utf8(tmp_path):
+    folder = beir(tmp_path, [])
+    (folder / "qrels" / "test.tsv").write_bytes(b"q1\td\xff\t1\n")
+    with pytest.raises(UserError, match=r"test\.tsv is not UTF-8"):
+        opened(folder)

@@ -1,0 +1,121 @@
+"""Embedder: the numbers of Sentence Transformers, and every form of input."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
+from vembed import Embedder, UserError
+from vembed.data.examples import ImageRef, Item
+from vembed.evaluation.embedder import to_item
+
+TEXTS = ["red cat", "the old house by the river " * 9, "", "bird", "red cat"]
+
+
+@pytest.fixture(scope="module", params=[tiny_bert_st, tiny_qwen3_st])
+def folder(request):
+    return shared(request.param)
+
+
+@pytest.mark.parametrize("kind", ["query", "document"])
+def test_same_numbers_as_sentence_transformers(folder, kind):
+    from sentence_transformers import SentenceTransformer
+
+    theirs = SentenceTransformer(str(folder), device="cpu")
+    encode = theirs.encode_query if kind == "query" else theirs.encode_document
+    ours = Embedder(folder, device="cpu")
+    np.testing.assert_allclose(ours.encode(TEXTS, kind=kind), encode(TEXTS), atol=1e-5)
+    np.testing.assert_allclose(ours.encode(TEXTS, kind=kind, batch_size=1), encode(TEXTS), atol=1e-5)
+    np.testing.assert_allclose(ours.encode(TEXTS[0], kind=kind), encode(TEXTS[0]), atol=1e-5)
+
+
+def test_same_numbers_when_cut(folder):
+    from sentence_transformers import SentenceTransformer
+
+    theirs = SentenceTransformer(str(folder), device="cpu", truncate_dim=8)
+    expected, unit = theirs.encode(TEXTS), theirs.encode(TEXTS, normalize_embeddings=True)
+    ours = Embedder(folder, device="cpu")
+    np.testing.assert_allclose(ours.encode(TEXTS, truncate_dim=8), expected, atol=1e-5)
+    np.testing.assert_allclose(ours.encode(TEXTS, truncate_dim=8, normalize=True), unit, atol=1e-5)
+    np.testing.assert_allclose(Embedder(folder, device="cpu", truncate_dim=8).encode(TEXTS), expected, atol=1e-5)
+
+
+def test_raw_vectors(folder):
+    model = Embedder(folder, device="cpu")
+    given = ["red cat", "the old house"]
+    raw = model.encode(given, normalize=False)
+    assert not np.allclose(np.linalg.norm(raw, axis=1), 1)
+    np.testing.assert_allclose(raw / np.linalg.norm(raw, axis=1, keepdims=True), model.encode(given), atol=1e-6)
+
+
+def test_similarity_is_the_models_own(folder):
+    model = Embedder(folder, device="cpu")
+    vectors = model.encode(["red cat", "the old house", "bird"], normalize=False)
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    np.testing.assert_allclose(model.similarity(vectors, vectors), unit @ unit.T, atol=1e-6)
+    assert model.similarity(vectors[0], vectors).shape == (1, 3)
+    model.description = model.description.with_(similarity="dot")
+    np.testing.assert_allclose(model.similarity(vectors, vectors), vectors @ vectors.T, rtol=1e-5)
+
+
+def test_forms_of_input(folder):
+    model = Embedder(folder, device="cpu")
+    expected = model.encode(["red cat"])
+    for given in ([{"text": "red cat"}], [Item(text="red cat")], ("red cat",)):
+        assert (model.encode(given) == expected).all()
+    assert model.encode({"text": "red cat"}).shape == expected[0].shape
+    assert model.encode([]).shape == (0, expected.shape[1])
+
+
+def test_images_become_items():
+    picture = Image.new("RGB", (3, 2), (255, 0, 0))
+    item = to_item({"text": "in blue", "image": picture})
+    assert item.text == "in blue"
+    assert Image.open(io.BytesIO(item.images[0].data)).getpixel((1, 1)) == (255, 0, 0)
+    assert to_item(picture).images == item.images
+    assert to_item({"images": ["a.png", b"bytes"]}) == Item(images=(ImageRef(path="a.png"), ImageRef(data=b"bytes")))
+    printed = to_item(Image.new("CMYK", (2, 2)))
+    assert Image.open(io.BytesIO(printed.images[0].data)).mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"txt": "a"}, "'txt'"),
+        ({}, "text, image and images"),
+        ({"text": None}, "neither text nor image"),
+        ({"text": 3}, "is a int"),
+        ({"image": 3}, "an image is a int"),
+        (3, "an input is a int"),
+    ],
+)
+def test_what_is_no_input_is_named(given, message):
+    with pytest.raises(UserError, match=message):
+        to_item(given)
+
+
+def test_wrong_settings_are_named(folder):
+    model = Embedder(folder, device="cpu")
+    with pytest.raises(UserError, match="kind is 'passage'"):
+        model.encode(["a"], kind="passage")
+    with pytest.raises(UserError, match="truncate_dim is 4096"):
+        model.encode(["a"], truncate_dim=4096)
+    with pytest.raises(UserError, match="truncate_dim is 0"):
+        Embedder(folder, device="cpu", truncate_dim=0)
+
+
+def test_progress_is_shown_where_it_is_asked_for(folder, capsys):
+    Embedder(folder, device="cpu").encode(["a"], show_progress=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_chosen_dtype(folder):
+    import torch
+
+    model = Embedder(folder, device="cpu", torch_dtype="bfloat16")
+    assert {parameter.dtype for parameter in model.model.parameters()} == {torch.bfloat16}
+    vectors = model.encode(["red cat"])
+    assert vectors.dtype == np.float32
+    np.testing.assert_allclose(vectors, Embedder(folder, device="cpu").encode(["red cat"]), atol=0.05)

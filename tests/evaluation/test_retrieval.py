@@ -1,0 +1,197 @@
+"""Retrieval: exact ranking against plain Python, metrics against numbers worked out by hand and against plain loops."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.harness import run_ranks
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import Item
+from vembed.distributed.session import start_session
+from vembed.evaluation import retrieval
+from vembed.evaluation.dataset import RetrievalData
+from vembed.evaluation.retrieval import own_documents, retrieval_metrics, score_rankings, top_k
+
+
+def data_of(num_queries, num_documents, relevance):
+    return RetrievalData(
+        name="test",
+        queries=tuple(Item(text=f"query {i}") for i in range(num_queries)),
+        documents=tuple(Item(text=f"document {i}") for i in range(num_documents)),
+        relevance=tuple(relevance),
+    )
+
+
+def plain_top_k(queries, documents, k, excluded):
+    rankings = []
+    for query, left_out in zip(queries, excluded, strict=True):
+        scores = [(-float(np.dot(query, document)), i) for i, document in enumerate(documents) if i != left_out]
+        best = [i for _, i in sorted(scores)[:k]]
+        rankings.append(best + [-1] * (k - len(best)))
+    return rankings
+
+
+small = st.integers(-2, 2)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_top_k_is_exact_and_breaks_ties_by_index(data):
+    # Whole numbers make many exactly equal scores; tiles of 3 x 4 make many borders.
+    num_queries, num_documents = data.draw(st.integers(0, 8)), data.draw(st.integers(0, 15))
+    queries = np.array(data.draw(st.lists(st.tuples(small, small), min_size=num_queries, max_size=num_queries)))
+    documents = np.array(data.draw(st.lists(st.tuples(small, small), min_size=num_documents, max_size=num_documents)))
+    queries, documents = queries.reshape(-1, 2).astype(np.float32), documents.reshape(-1, 2).astype(np.float32)
+    excluded = np.array(
+        data.draw(st.lists(st.integers(-1, num_documents - 1), min_size=num_queries, max_size=num_queries)), np.int64
+    )
+    k = data.draw(st.integers(1, 6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrieval, "QUERY_TILE", 3)
+        patch.setattr(retrieval, "DOCUMENT_TILE", 4)
+        found = top_k(queries, documents, k, excluded=excluded)
+    assert found.tolist() == plain_top_k(queries, documents, k, excluded)
+
+
+def test_top_k_of_real_numbers_with_negative_scores_and_both_zeros():
+    rng = np.random.default_rng(0)
+    queries, documents = rng.normal(size=(40, 8)).astype(np.float32), rng.normal(size=(700, 8)).astype(np.float32)
+    documents[10:30] = 0.0
+    documents[30:40] = -0.0
+    queries[:5] *= -1
+    scores = queries @ documents.T
+    expected = np.lexsort((np.broadcast_to(np.arange(700), scores.shape), -scores), axis=1)
+    assert (top_k(queries, documents, 700) == expected).all()
+    assert (top_k(queries, documents, 10) == expected[:, :10]).all()
+
+
+def test_never_more_scores_at_once_than_a_tile(monkeypatch):
+    monkeypatch.setattr(retrieval, "QUERY_TILE", 5)
+    monkeypatch.setattr(retrieval, "DOCUMENT_TILE", 7)
+    largest = []
+    original = retrieval._best_keys
+    monkeypatch.setattr(
+        retrieval, "_best_keys", lambda scores, *rest: (largest.append(scores.shape), original(scores, *rest))[1]
+    )
+    rng = np.random.default_rng(0)
+    top_k(rng.normal(size=(23, 4)).astype(np.float32), rng.normal(size=(40, 4)).astype(np.float32), 3)
+    assert max(rows for rows, _ in largest) == 5
+    assert max(columns for _, columns in largest) == 7
+    assert sum(rows * columns for rows, columns in largest) == 23 * 40
+
+
+def test_metrics_by_hand():
+    # One query; relevant: document 1 (grade 3), 4 (grade 1) and 7 (grade 2, not found). Found: 0 1 2 3 4.
+    names, values = score_rankings(np.array([[0, 1, 2, 3, 4]]), [{1: 3, 4: 1, 7: 2}], [1, 2, 5])
+    found = dict(zip(names, values[0], strict=True))
+    gain = 3 / math.log2(3) + 1 / math.log2(6)
+    ideal = 3 + 2 / math.log2(3) + 1 / math.log2(4)
+    assert found["ndcg@5"] == pytest.approx(gain / ideal)
+    assert found["ndcg@1"] == 0
+    assert found["ndcg@2"] == pytest.approx(3 / math.log2(3) / (3 + 2 / math.log2(3)))
+    assert (found["mrr@1"], found["mrr@2"], found["mrr@5"]) == (0, 0.5, 0.5)
+    assert found["recall@5"] == pytest.approx(2 / 3)
+    assert found["recall@1"] == 0
+    assert found["map@5"] == pytest.approx((1 / 2 + 2 / 5) / 3)
+
+
+def plain_metrics(ranking, relevant, k):
+    grades = [relevant.get(document, 0) for document in ranking[:k] if document >= 0]
+    ideal = sum(grade / math.log2(i + 2) for i, grade in enumerate(sorted(relevant.values(), reverse=True)[:k]))
+    ndcg = sum(grade / math.log2(i + 2) for i, grade in enumerate(grades)) / ideal
+    places = [i + 1 for i, grade in enumerate(grades) if grade > 0]
+    precision = [(n + 1) / place for n, place in enumerate(places)]
+    return {
+        f"ndcg@{k}": ndcg,
+        f"mrr@{k}": 1 / places[0] if places else 0.0,
+        f"recall@{k}": len(places) / len(relevant),
+        f"map@{k}": sum(precision) / len(relevant),
+    }
+
+
+@pytest.mark.parametrize("ks", [[10], [1, 3, 10, 100]])
+def test_metrics_against_plain_loops(ks):
+    rng = np.random.default_rng(1)
+    rankings = np.array([rng.permutation(150)[:100] for _ in range(30)])
+    relevance = [
+        {int(document): int(rng.integers(1, 4)) for document in rng.permutation(150)[: rng.integers(1, 6)]}
+        for _ in range(30)
+    ]
+    names, values = score_rankings(rankings, relevance, ks)
+    for query in range(30):
+        expected = {}
+        for k in ks:
+            expected |= plain_metrics(rankings[query].tolist(), relevance[query], k)
+        assert dict(zip(names, values[query], strict=True)) == pytest.approx(expected)
+
+
+def test_a_query_that_finds_nothing_counts_as_zero():
+    _, values = score_rankings(np.array([[0, -1], [-1, -1]]), [{0: 1}, {0: 1}], [2])
+    assert values.tolist() == [[1, 1, 1, 1], [0, 0, 0, 0]]
+
+
+def test_a_querys_own_text_is_not_found_unless_it_is_relevant():
+    same = Item(text="the same text")
+    documents = (same, Item(text="a near text"), Item(text="far"))
+    embeddings = np.array([[1, 0], [0.9, 0.1], [0, 1]], np.float32)
+    query = np.array([[1, 0]], np.float32)
+    not_relevant = RetrievalData("test", (same,), documents, ({1: 1},))
+    assert own_documents(not_relevant).tolist() == [0]
+    assert retrieval_metrics(query, embeddings, not_relevant, [1])["recall@1"] == 1.0
+    relevant = RetrievalData("test", (same,), documents, ({0: 1},))
+    assert own_documents(relevant).tolist() == [-1]
+    assert retrieval_metrics(query, embeddings, relevant, [1])["recall@1"] == 1.0
+    other = RetrievalData("test", (same,), documents, ({2: 1},))
+    assert retrieval_metrics(query, embeddings, other, [2])["mrr@2"] == 0.5
+
+
+def random_case(num_queries=60, num_documents=90, dims=16):
+    rng = np.random.default_rng(3)
+    queries = rng.normal(size=(num_queries, dims)).astype(np.float32)
+    documents = rng.normal(size=(num_documents, dims)).astype(np.float32)
+    relevance = [{i: 1, (i * 7) % num_documents: 2} for i in range(num_queries)]
+    return queries, documents, data_of(num_queries, num_documents, relevance)
+
+
+def test_matryoshka_dims_are_cut_and_brought_to_length_one():
+    queries, documents, data = random_case()
+    scores = retrieval_metrics(queries, documents, data, [10], [16, 4])
+    unit = [matrix[:, :4] / np.linalg.norm(matrix[:, :4], axis=1, keepdims=True) for matrix in (queries, documents)]
+    alone = retrieval_metrics(*unit, data, [10], normalize=False)
+    assert {key: scores[f"dim4/{key}"] for key in alone} == pytest.approx(alone)
+    assert {key: scores[f"dim16/{key}"] for key in alone} == {key: scores[key] for key in alone}
+    assert scores["dim4/ndcg@10"] != scores["ndcg@10"]
+
+
+def test_dot_product_keeps_lengths():
+    queries = np.array([[1, 0]], np.float32)
+    documents = np.array([[1, 0], [5, 5]], np.float32)
+    data = data_of(1, 2, [{0: 1}])
+    assert retrieval_metrics(queries, documents, data, [1], normalize=True)["recall@1"] == 1
+    assert retrieval_metrics(queries, documents, data, [1], normalize=False)["recall@1"] == 0
+
+
+def _metrics_on_a_rank():
+    retrieval.QUERY_TILE = 8
+    with start_session(TrainConfig(model_name="m", data_path="d", strategy="ddp")) as session:
+        queries, documents, data = random_case()
+        few = data_of(1, 90, [{5: 1}])
+        return (
+            retrieval_metrics(queries, documents, data, [1, 10], [4], session=session),
+            retrieval_metrics(queries[:1], documents, few, [10], session=session),
+        )
+
+
+def test_queries_divided_among_ranks_give_the_same_last_digit():
+    queries, documents, data = random_case()
+    few = data_of(1, 90, [{5: 1}])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrieval, "QUERY_TILE", 8)
+        expected = (
+            retrieval_metrics(queries, documents, data, [1, 10], [4]),
+            retrieval_metrics(queries[:1], documents, few, [10]),
+        )
+    assert run_ranks(_metrics_on_a_rank, 2, process_group=False, timeout=110) == [expected, expected]

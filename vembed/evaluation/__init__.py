@@ -1,0 +1,1 @@
+"""Using and judging a model: encoding, retrieval metrics, reports."""

@@ -1,0 +1,262 @@
+"""EvalData: what a model is evaluated on, read from pairs or from a BEIR-style folder, with contents as identity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import BadRecord, Example, Item
+from vembed.data.readers import JsonLines
+from vembed.data.sources import open_examples
+from vembed.errors import UserError
+
+Task = Literal["auto", "retrieval", "similarity"]
+
+MAX_GRADE = 1000
+"""Fractional relevance scores become whole grades of at most this, which is what trec_eval counts in."""
+NUM_PROBLEMS_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class RetrievalData:
+    """Queries, the whole corpus, and which documents each query should find. Equal contents are one document, and equal
+    queries are one query that should find what each of them should."""
+
+    name: str
+    queries: tuple[Item, ...]
+    documents: tuple[Item, ...]
+    relevance: tuple[dict[int, int], ...]
+    """Per query: index of a document -> its grade, 1 or more. What is not listed is not relevant."""
+    notes: tuple[str, ...] = field(default=())
+    """What was left out or joined while reading, for the log."""
+
+    def summary(self) -> str:
+        """One line for logs and the report."""
+        num_relevant = sum(map(len, self.relevance))
+        return (
+            f"{len(self.queries):,d} queries over {len(self.documents):,d} documents, {num_relevant:,d} relevant "
+            f"pairs, from {self.name}" + "".join(f"; {note}" for note in self.notes)
+        )
+
+
+@dataclass(frozen=True)
+class ScoredPairs:
+    """Pairs of which the data say how similar they are."""
+
+    name: str
+    first: tuple[Item, ...]
+    second: tuple[Item, ...]
+    scores: tuple[float, ...]
+
+    def summary(self) -> str:
+        """One line for logs and the report."""
+        return f"{len(self.scores):,d} scored pairs from {self.name}"
+
+
+EvalData = RetrievalData | ScoredPairs
+
+
+def open_eval_data(
+    config: TrainConfig,
+    path: str | None = None,
+    *,
+    splits: Sequence[str] = ("dev", "validation", "val", "test"),
+    task: Task = "auto",
+) -> EvalData:
+    """The evaluation data at `path` (by default the config's `val_data_path`): a BEIR-style folder, one of its
+    `qrels/*.tsv` files, or anything that training reads. `splits` says which qrels are taken first where a folder has
+    several. `task: auto` sees scored pairs where every example has one positive and a score, and nothing else."""
+    path = path or config.val_data_path
+    assert path is not None, "the caller asks for evaluation data only where there are any"
+    place = Path(path)
+    skip_bad = config.on_bad_record == "skip"
+    if place.suffix == ".tsv" and (place.parent.parent / "corpus.jsonl").is_file():
+        return read_beir(place.parent.parent, place, skip_bad=skip_bad)
+    if (place / "corpus.jsonl").is_file():
+        return read_beir(place, _choose_qrels(place, splits), skip_bad=skip_bad)
+    store = open_examples(config, path, role="validation")
+    return from_examples([store[index] for index in range(len(store))], path, task)
+
+
+def from_examples(examples: Sequence[Example], name: str, task: Task = "auto") -> EvalData:
+    """Evaluation data from pairs: every positive is the corpus; hard negatives that a file may have are not in it."""
+    if task == "auto":
+        scored = all(one.scores is not None and len(one.positives) == 1 and not one.negatives for one in examples)
+        task = "similarity" if examples and scored else "retrieval"
+    if task == "similarity":
+        return _scored_pairs(examples, name)
+    top = max((score for one in examples for score in one.scores or ()), default=1.0)
+    whole = all(float(score).is_integer() for one in examples for score in one.scores or ())
+    table = _RetrievalTable()
+    for one in examples:
+        scores = one.scores or (1.0,) * len(one.positives)
+        for positive, score in zip(one.positives, scores, strict=True):
+            table.add(one.query, positive, _grade(score, top, whole))
+    return table.finish(name)
+
+
+def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> RetrievalData:
+    """A BEIR-style folder: every document of `corpus.jsonl`, and the queries for which `qrels` names a relevant one."""
+    problems: list[str] = []
+    documents = _read_texts(folder / "corpus.jsonl", problems)
+    queries = _read_texts(folder / "queries.jsonl", problems)
+    judgements = list(_read_qrels(qrels, queries, documents, problems))
+    if problems and not skip_bad:
+        more = f" and {len(problems) - NUM_PROBLEMS_SHOWN:,d} more" if len(problems) > NUM_PROBLEMS_SHOWN else ""
+        raise UserError(
+            f"{len(problems):,d} bad records in {folder}; mend them, or set on_bad_record: skip to leave them out:\n  "
+            + "\n  ".join(problems[:NUM_PROBLEMS_SHOWN])
+            + more
+        )
+    table = _RetrievalTable()
+    for item in documents.values():
+        table.document(item)
+    for query_id, document_id, grade in judgements:
+        table.add(queries[query_id], documents[document_id], grade)
+    notes = (f"left out {len(problems):,d} bad records, the first: {problems[0]}",) if problems else ()
+    return table.finish(f"{folder} ({qrels.name})", notes)
+
+
+class _RetrievalTable:
+    """Collects queries and documents by content."""
+
+    def __init__(self) -> None:
+        self.queries: dict[int, Item] = {}
+        self.documents: dict[int, tuple[int, Item]] = {}
+        self.grades: dict[int, dict[int, int]] = {}
+        self.num_joined = 0
+
+    def document(self, item: Item) -> int:
+        key = item.key()
+        if key in self.documents:
+            self.num_joined += 1
+        return self.documents.setdefault(key, (len(self.documents), item))[0]
+
+    def add(self, query: Item, document: Item, grade: int) -> None:
+        known = self.documents.get(document.key())
+        index = known[0] if known else self.document(document)
+        if grade > 0:
+            key = query.key()
+            self.queries.setdefault(key, query)
+            grades = self.grades.setdefault(key, {})
+            grades[index] = max(grade, grades.get(index, 0))
+
+    def finish(self, name: str, notes: tuple[str, ...] = ()) -> RetrievalData:
+        if not self.queries:
+            raise UserError(f"{name} has no query with a relevant document, so there is nothing to evaluate on")
+        if self.num_joined:
+            notes = (*notes, f"joined {self.num_joined:,d} documents with equal content")
+        return RetrievalData(
+            name=name,
+            queries=tuple(self.queries.values()),
+            documents=tuple(item for _, item in self.documents.values()),
+            relevance=tuple(self.grades.values()),
+            notes=notes,
+        )
+
+
+def _scored_pairs(examples: Sequence[Example], name: str) -> ScoredPairs:
+    pairs = [
+        (one.query, positive, score)
+        for one in examples
+        for positive, score in zip(one.positives, one.scores or (), strict=bool(one.scores))
+    ]
+    num_different = len({score for _, _, score in pairs})
+    if num_different < 2:
+        raise UserError(
+            f"{name} has {len(pairs):,d} scored pairs with {num_different} different scores, and a correlation "
+            "needs at least two"
+        )
+    first, second, scores = zip(*pairs, strict=True)
+    return ScoredPairs(name, first, second, tuple(float(score) for score in scores))
+
+
+def _grade(score: float, top: float, whole: bool) -> int:
+    if score <= 0:
+        return 0
+    if whole:
+        return int(score)
+    return max(1, round(MAX_GRADE * score / top))
+
+
+def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
+    found = {path.stem: path for path in sorted((folder / "qrels").glob("*.tsv"))}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    for split in splits:
+        if split in found:
+            return found[split]
+    raise UserError(
+        f"{folder / 'qrels'} holds {', '.join(sorted(found)) or 'no *.tsv file'}, and none of {', '.join(splits)}: "
+        "give the path of the qrels file that is meant"
+    )
+
+
+def _read_texts(path: Path, problems: list[str]) -> dict[str, Item]:
+    items: dict[str, Item] = {}
+    with _readable(path):
+        reader = JsonLines(path)
+    for _, _, number, record in reader.scan():
+        where = reader.where(number)
+        if isinstance(record, BadRecord):
+            problems.append(f"{where}: {record}")
+            continue
+        identity = record.get("_id") if isinstance(record, dict) else None
+        if isinstance(identity, bool) or not isinstance(identity, str | int):
+            problems.append(f"{where}: no field _id")
+        elif not (text := titled_text(record)):
+            problems.append(f"{where}: {identity} has no text")
+        elif str(identity) in items:
+            problems.append(f"{where}: _id {identity} occurs twice")
+        else:
+            items[str(identity)] = Item(text=text)
+    return items
+
+
+def titled_text(record: dict[str, Any]) -> str:
+    """Title and text of a document with a space between them, as BEIR has them encoded; empty without either."""
+    parts = [record.get("title"), record.get("text")]
+    return " ".join(part for part in parts if isinstance(part, str) and part).strip()
+
+
+def _read_qrels(
+    path: Path, queries: dict[str, Item], documents: dict[str, Item], problems: list[str]
+) -> Iterator[tuple[str, str, int]]:
+    for number, line in _lines(path):
+        fields = line.split("\t")
+        if number == 1 and not _is_whole(fields[-1]):
+            continue  # the header
+        where = f"{path}:{number}"
+        if len(fields) != 3 or not _is_whole(fields[2]):
+            problems.append(f"{where}: not query-id, corpus-id and a whole score, separated by tabs")
+        elif fields[0] not in queries:
+            problems.append(f"{where}: query {fields[0]} is not in queries.jsonl")
+        elif fields[1] not in documents:
+            problems.append(f"{where}: document {fields[1]} is not in corpus.jsonl")
+        else:
+            yield fields[0], fields[1], int(fields[2])
+
+
+def _is_whole(text: str) -> bool:
+    return text.strip().lstrip("+-").isdecimal()
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    with _readable(path), path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, line.rstrip("\r\n")
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start:,d}") from error

@@ -1,0 +1,152 @@
+"""Embedder: a saved model for use from Python; texts, images and both in, one array out."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vembed.data.examples import ImageRef, Item, Kind
+from vembed.data.features import Featuriser
+from vembed.errors import UserError
+from vembed.evaluation.encoding import default_budget, encode_items, first_dims
+from vembed.evaluation.progress import ProgressReport
+from vembed.models.embedder import load_embedder
+
+Input = str | Image.Image | Mapping[str, Any] | Item
+"""A text, an image, {"text": ..., "image": path or image or a list of them}, or an Item."""
+
+PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
+
+
+class Embedder:
+    """A model folder (vembed's, or any of Sentence Transformers) or a Hub name, ready to encode.
+
+    model = vembed.Embedder("run/final")
+    vectors = model.encode(["how to sort a list"], kind="query")
+    """
+
+    def __init__(
+        self,
+        path_or_name: str | Path,
+        *,
+        device: str | torch.device | None = None,
+        torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        truncate_dim: int | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """`device`: by default the GPU if there is one. `torch_dtype: auto` is the dtype of the file. `truncate_dim`
+        keeps the first coordinates of every embedding."""
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.model = load_embedder(
+            path_or_name, device=chosen, torch_dtype=torch_dtype, trust_remote_code=trust_remote_code
+        )
+        self.description = self.model.description
+        self.featuriser = Featuriser(self.description)
+        self.device = chosen
+        self.truncate_dim = self._checked(truncate_dim) or self.description.truncate_dim
+
+    def encode(
+        self,
+        inputs: Input | Sequence[Input],
+        kind: Kind = "document",
+        *,
+        batch_size: int | None = None,
+        truncate_dim: int | None = None,
+        normalize: bool | None = None,
+        show_progress: bool = False,
+    ) -> np.ndarray:
+        """[n, d] float32 embeddings in the order of the inputs; [d] for a single input that is not in a list.
+
+        `kind` chooses the prompt. `batch_size` limits the inputs that go through the model at once, which are always
+        limited by their padded length too. `normalize`: true brings each vector to length 1 after any cut, false leaves
+        it as the model gives it. Without it the numbers are those of Sentence Transformers: normalised where the model
+        says so, and cut by `truncate_dim` afterwards.
+        """
+        if kind not in ("query", "document"):
+            raise UserError(f"kind is {kind!r}, and has to be query or document")
+        single = isinstance(inputs, str | Image.Image | Mapping | Item)
+        given: Sequence[Input] = [inputs] if isinstance(inputs, str | Image.Image | Mapping | Item) else inputs
+        items = [to_item(one) for one in given]
+        with ProgressReport("encoding", active=show_progress) as progress:
+            full = encode_items(
+                self.model,
+                self.featuriser,
+                items,
+                kind,
+                budget_tokens=default_budget(self.device),
+                max_rows=batch_size,
+                normalize=False,
+                progress=progress,
+            )
+        vectors = self.finish(full, self._checked(truncate_dim) or self.truncate_dim, normalize)
+        return vectors[0] if single else vectors
+
+    def finish(self, full_ND: np.ndarray, truncate_dim: int | None, normalize: bool | None) -> np.ndarray:
+        """From the model's own vectors to what `encode` returns."""
+        dim = truncate_dim or full_ND.shape[1]
+        if normalize is None:
+            return first_dims(first_dims(full_ND, full_ND.shape[1], self.description.normalize), dim, False)
+        return first_dims(full_ND, dim, normalize)
+
+    def similarity(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """[n, m] similarities of embeddings [n, d] and [m, d] (or of single ones), as the model was trained: cosine or
+        dot product."""
+        first, second = np.atleast_2d(a), np.atleast_2d(b)
+        if self.description.similarity == "cosine":
+            first, second = (first_dims(vectors, vectors.shape[1], True) for vectors in (first, second))
+        result: np.ndarray = first @ second.T
+        return result
+
+    def _checked(self, truncate_dim: int | None) -> int | None:
+        if truncate_dim is not None and not 1 <= truncate_dim <= self.description.embedding_dim:
+            raise UserError(
+                f"truncate_dim is {truncate_dim}, and this model's embeddings have 1 to "
+                f"{self.description.embedding_dim} dimensions"
+            )
+        return truncate_dim
+
+
+def to_item(given: Input) -> Item:
+    """What a caller passes, as an Item."""
+    if isinstance(given, Item):
+        return given
+    if isinstance(given, str):
+        return Item(text=given)
+    if isinstance(given, Image.Image):
+        return Item(images=(_image_ref(given),))
+    if isinstance(given, Mapping):
+        unknown = sorted(set(given) - {"text", "image", "images"})
+        if unknown or not given:
+            raise UserError(f"an input has the keys {', '.join(map(repr, given))}; vembed knows text, image and images")
+        images = [image for key in ("image", "images") for image in _as_list(given.get(key))]
+        text = given.get("text")
+        if text is not None and not isinstance(text, str):
+            raise UserError(f"the text of an input is a {type(text).__name__}: {text!r}")
+        if text is None and not images:
+            raise UserError(f"an input has neither text nor image: {dict(given)!r}")
+        return Item(text=text, images=tuple(_image_ref(image) for image in images))
+    raise UserError(f"an input is a {type(given).__name__}; vembed encodes texts, images and {{text, image}} records")
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _image_ref(image: Any) -> ImageRef:
+    if isinstance(image, str | Path):
+        return ImageRef(path=str(image))
+    if isinstance(image, bytes):
+        return ImageRef(data=image)
+    if isinstance(image, Image.Image):
+        encoded = io.BytesIO()
+        (image if image.mode in PNG_MODES else image.convert("RGB")).save(encoded, "PNG", compress_level=1)
+        return ImageRef(data=encoded.getvalue())
+    raise UserError(f"an image is a {type(image).__name__}; give a path, the bytes of an image file or a PIL image")

@@ -1,0 +1,69 @@
+"""How far an encoding is: a bar with rate and time left on a terminal, now and then a plain line anywhere else."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+SECONDS_BETWEEN_LINES = 15.0
+
+
+class ProgressReport:
+    """Call it with the number of items done and the number of all; use it as a context manager."""
+
+    def __init__(self, title: str, *, active: bool = True, console: Console | None = None) -> None:
+        """`active: false` shows nothing. Without a console it speaks to stderr, so that stdout can be a result."""
+        self.title = title
+        self.console = console or Console(stderr=True)
+        self.active = active
+        self.bar: Progress | None = None
+        self.task: TaskID | None = None
+        self.began = self.last_line = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self.began = self.last_line = time.monotonic()
+        if self.active and self.console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
+                TimeRemainingColumn(),
+            )  # fmt: skip
+            self.bar = Progress(*columns, console=self.console, transient=True)
+            self.task = self.bar.add_task(self.title, total=None, rate="")
+            self.bar.start()
+        return self
+
+    def __call__(self, done: int, total: int | None) -> None:
+        """Say that `done` items are done; `total: None` where nobody knows how many there are."""
+        if not self.active:
+            return
+        now = time.monotonic()
+        rate = done / max(now - self.began, 1e-9)
+        if self.bar is not None and self.task is not None:
+            self.bar.update(self.task, completed=done, total=total, rate=f"{rate:,.0f}/s")
+        elif now - self.last_line >= SECONDS_BETWEEN_LINES:
+            self.last_line = now
+            line = f"{self.title}: {done:,d}"
+            if total is not None:
+                left = duration((total - done) / max(rate, 1e-9))
+                line += f" of {total:,d} ({done / max(total, 1):.0%}), {left} left"
+            self.console.print(f"{line}, {rate:,.0f}/s", markup=False, highlight=False, soft_wrap=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def duration(seconds: float) -> str:
+    """45 s, 3 min 20 s or 2 h 05 min."""
+    whole = max(round(seconds), 0)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

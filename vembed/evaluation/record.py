@@ -1,0 +1,128 @@
+"""RunRecord: a run as its folder tells it (config.yaml, metrics.jsonl, run.json), before anything is drawn of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.evaluation.summary import RunSummary, read_summary
+
+NAMES = {"ndcg": "nDCG", "mrr": "MRR", "recall": "Recall", "map": "MAP", "spearman": "Spearman", "pearson": "Pearson"}
+HEADLINES = ("ndcg@10", "spearman")
+TABLE = ("ndcg@10", "mrr@10", "recall@10", "map@10", "spearman", "pearson")
+"""The metrics of the first table; the others stand in the full one."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table for the page, for Markdown and for the console alike; every cell is finished text."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of the run."""
+
+    step: int
+    epoch: float
+    scores: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What lies in the output folder."""
+
+    folder: Path
+    config: dict[str, Any]
+    steps: list[dict[str, Any]]
+    evaluations: list[Evaluation]
+    summary: RunSummary
+
+    @property
+    def before(self) -> dict[str, float]:
+        """Scores before the first step; empty where nobody measured them."""
+        first = self.evaluations[0] if self.evaluations else None
+        return first.scores if first is not None and first.step == 0 else {}
+
+    @property
+    def final(self) -> Evaluation | None:
+        """The evaluation of the weights that are in `final/`."""
+        trained = [one for one in self.evaluations if one.step > 0]
+        kept = [one for one in trained if one.step == self.summary.final_step] or trained
+        return kept[-1] if kept else None
+
+    @property
+    def after(self) -> dict[str, float]:
+        """Scores of the weights that are in `final/`; empty where nobody measured them."""
+        return self.final.scores if self.final else {}
+
+    @property
+    def headline(self) -> str:
+        """The metric that the run is about; empty without an evaluation."""
+        measured = self.after or self.before
+        wanted = (self.summary.metric, *HEADLINES, *measured)
+        return next((key for key in wanted if key in measured), "")
+
+    @property
+    def dims(self) -> list[int]:
+        """Matryoshka sizes that were measured, largest first."""
+        found = {int(match[1]) for key in self.after or self.before if (match := re.match(r"dim(\d+)/", key))}
+        return sorted(found, reverse=True)
+
+    def changed_settings(self) -> dict[str, Any]:
+        """The settings that are not what they are by default."""
+        defaults = TrainConfig(model_name="", data_path="").to_dict()
+        return {key: value for key, value in self.config.items() if key not in defaults or defaults[key] != value}
+
+    def model_name(self) -> str:
+        """The model's name as a person says it: the last part of a path or Hub name."""
+        return short_name(str(self.config.get("model_name", "model")))
+
+
+def read_run(output_dir: str | Path) -> RunRecord:
+    """Read the folder of a run, finished or not."""
+    folder = Path(output_dir)
+    config_file, metrics_file = folder / "config.yaml", folder / "metrics.jsonl"
+    if not config_file.is_file():
+        raise UserError(f"{folder} has no config.yaml, so it is not the folder of a run")
+    config = yaml.safe_load(config_file.read_text(encoding="utf-8")) or {}
+    steps: list[dict[str, Any]] = []
+    evaluations: list[Evaluation] = []
+    for line in metrics_file.read_text(encoding="utf-8").splitlines() if metrics_file.is_file() else []:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue  # the last line of a run that was killed while it wrote
+        if "eval" in values:
+            scores = {key: float(value) for key, value in values["eval"].items() if value is not None}
+            evaluations.append(Evaluation(int(values["step"]), float(values.get("epoch") or 0.0), scores))
+        else:
+            steps.append(values)
+    return RunRecord(folder, config, steps, evaluations, read_summary(folder))
+
+
+def metric_name(key: str) -> str:
+    """ndcg@10 -> nDCG@10."""
+    base, at, cut = key.partition("@")
+    return NAMES.get(base, base) + at + cut
+
+
+def short_name(name: str) -> str:
+    """The part of a path or Hub name that tells models apart, also where the last folder is called `model`."""
+    parts = [part for part in re.split(r"[/\\]", name) if part]
+    general = {"model", "final", "merged", "snapshots"}
+    part = next((part for part in reversed(parts) if part not in general and not _is_hash(part)), name)
+    return part.rpartition("--")[2] if part.startswith("models--") else part  # a folder of the Hub's cache
+
+
+def _is_hash(part: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{32,64}", part) is not None

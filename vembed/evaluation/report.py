@@ -1,0 +1,261 @@
+"""write_report(output_dir): report.html and report.md from what lies in the folder of a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vembed.evaluation.plots import Curve, curve_svg, dims_svg, evaluations_svg
+from vembed.evaluation.progress import duration
+from vembed.evaluation.record import TABLE, RunRecord, Table, metric_name, read_run, short_name
+from vembed.evaluation.report_page import Figure, Page, render
+
+MAX_POINTS = 600
+"""Of a curve: more make the page larger, and no screen shows them."""
+
+
+def write_report(output_dir: str | Path) -> Path:
+    """Write both reports and return the path of report.html. Only the main process calls it."""
+    record = read_run(output_dir)
+    path = record.folder / "report.html"
+    (record.folder / "report.md").write_text(markdown(record), encoding="utf-8")
+    path.write_text(html(record), encoding="utf-8")
+    return path
+
+
+def score_table(record: RunRecord, keys: tuple[str, ...] | None = None, prefix: str = "") -> Table:
+    """Metrics before and after: those given, or all that were measured."""
+    before, after = record.before, record.after
+    measured = after or before
+    wanted = keys or tuple(key for key in measured if "/" not in key)
+    rows = []
+    for key in wanted:
+        if prefix + key in measured:
+            old, new = before.get(prefix + key), after.get(prefix + key)
+            rows.append((metric_name(key), number(old), number(new), change(old, new)))
+    return Table(("metric", "before", "after", "change"), tuple(rows))
+
+
+def dims_table(record: RunRecord) -> Table:
+    """The deciding metric at each Matryoshka size, and the share of the full embedding's score that it keeps."""
+    key = record.headline
+    full = record.after.get(key)
+    rows = []
+    for dim in record.dims:
+        name = f"dim{dim}/{key}"
+        old, new = record.before.get(name), record.after.get(name)
+        kept = f"{new / full:.1%}" if new is not None and full else ""
+        rows.append((str(dim), number(old), number(new), change(old, new), kept))
+    return Table(("dims", "before", "after", "change", "of full size"), tuple(rows))
+
+
+def number(value: float | None) -> str:
+    """A score as tables show it."""
+    return "" if value is None else f"{value:.4f}"
+
+
+def change(before: float | None, after: float | None) -> str:
+    """The difference with its sign."""
+    return "" if before is None or after is None else f"{after - before:+.4f}"
+
+
+def sentence(record: RunRecord) -> str:
+    """What was done, in one sentence or two."""
+    summary = record.summary
+    text = f"{record.model_name()}, fine-tuned"
+    if summary.num_examples is not None:
+        text += f" on {summary.num_examples:,d} examples"
+    num_steps = record.steps[-1]["step"] if record.steps else 0
+    text += f" in {num_steps:,d} steps"
+    if summary.seconds is not None:
+        text += f" and {duration(summary.seconds)}"
+    where = f"{summary.num_processes} process{'es' if summary.num_processes > 1 else ''}"
+    text += f", {where} on {summary.device}." if summary.device else "."
+    if summary.evaluation:
+        text += f" Measured on {_short_paths(summary.evaluation)}."
+    return text
+
+
+def facts(record: RunRecord) -> list[tuple[str, str]]:
+    """What was trained, on what, how: name and value."""
+    summary, config = record.summary, record.config
+    trained = ""
+    if summary.num_parameters and summary.num_trainable is not None:
+        share = summary.num_trainable / summary.num_parameters
+        trained = f"{summary.num_trainable:,d} of {summary.num_parameters:,d} parameters ({share:.0%})"
+    last = record.steps[-1] if record.steps else {}
+    final = record.final
+    pairs = [
+        ("Model", summary.model or str(config.get("model_name", ""))),
+        ("Trained", trained),
+        (
+            "Training data",
+            "\n".join(line.removeprefix("data: ") for line in summary.data) or _paths(config["data_path"]),
+        ),
+        ("Evaluation data", summary.evaluation or str(config.get("val_data_path") or "none (set val_data_path)")),
+        ("Loss", f"{config.get('loss', '')}, last value {last['loss']:.4f}" if _is_number(last.get("loss")) else ""),
+        ("Weights kept", f"those after step {final.step:,d}" if final else ""),
+        ("Strategy", summary.strategy),
+        ("Mixed precision", summary.precision),
+        ("Finished", summary.finished[:16].replace("T", " ")),
+    ]
+    return [(name, value) for name, value in pairs if value]
+
+
+def curves(record: RunRecord) -> list[Curve]:
+    """What is worth seeing over time, where it was recorded."""
+    wanted: list[tuple[str, str, str, Callable[[float], str]]] = [
+        ("loss", "Loss", "of the global batch", "{:.3g}".format),
+        ("learning_rate", "Learning rate", "", _power),
+        ("grad_norm", "Gradient norm", "global, before clipping", "{:.3g}".format),
+        ("samples_per_second", "Throughput", "examples per second", _rate),
+        ("padding_fraction", "Padding", "share of tokens", "{:.0%}".format),
+        ("memory", "Memory", "peak of the fullest process, GiB", "{:.3g}".format),
+    ]
+    found = []
+    for key, title, note, write in wanted:
+        read = [(line["step"], _peak_memory(line) if key == "memory" else line.get(key)) for line in record.steps]
+        points = [(float(step), float(value)) for step, value in read if value is not None and _is_number(value)]
+        if len(points) > 1:
+            steps, values = _thinned(points)
+            from_zero, noisy = key not in ("loss", "grad_norm"), key not in ("learning_rate", "memory")
+            found.append(Curve(title, note, steps, values, write, from_zero, noisy))
+    return found
+
+
+def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Means of neighbours where there are more points than a screen has columns; the last point stays as it is."""
+    size = -(-len(points) // MAX_POINTS)
+    groups = [points[start : start + size] for start in range(0, len(points) - 1, size)]
+    kept = [(sum(step for step, _ in group) / len(group), sum(v for _, v in group) / len(group)) for group in groups]
+    kept = [*kept, points[-1]] if size > 1 else points
+    return [step for step, _ in kept], [value for _, value in kept]
+
+
+def html(record: RunRecord) -> str:
+    """The whole page."""
+    key, label = record.headline, metric_name(record.headline)
+    before, after = record.before.get(key), record.after.get(key)
+    figures = [
+        Figure(curve.title, curve.note, curve.write(curve.values[-1]), curve_svg(curve)) for curve in curves(record)
+    ]
+    return render(
+        Page(
+            title=f"{record.model_name()} - vembed report",
+            name=str(record.config.get("run_name") or record.folder.resolve().name),
+            label=label,
+            before="" if before is None else f"{before:.3f}",
+            after="" if after is None else f"{after:.3f}",
+            change="" if before is None or after is None else f"{after - before:+.3f}",
+            is_better=before is None or after is None or after >= before,
+            fallback=_fallback(record),
+            sentence=sentence(record),
+            warnings=record.summary.warnings,
+            scores=score_table(record, TABLE),
+            all_scores=score_table(record),
+            dims=dims_table(record) if record.dims else None,
+            dims_svg=_dims_svg(record),
+            scores_svg=_evaluations_svg(record),
+            figures=figures,
+            facts=facts(record),
+            changed=yaml.safe_dump(record.changed_settings(), sort_keys=False, allow_unicode=True),
+            settings=Table(("option", "value"), tuple((k, _plain(v)) for k, v in record.config.items())),
+            versions=Table(("package", "version"), tuple(record.summary.versions.items())),
+            model_dir=str(record.folder / "final"),
+        )
+    )
+
+
+def markdown(record: RunRecord) -> str:
+    """The same facts as plain Markdown, for a terminal, a pull request or a model card."""
+    key = record.headline
+    before, after = record.before.get(key), record.after.get(key)
+    if after is not None:
+        head = f"{metric_name(key)} {f'{before:.3f} -> ' if before is not None else ''}{after:.3f}"
+    else:
+        head = _fallback(record)
+    parts = [f"# {head}", sentence(record)]
+    parts += [f"> Warning: {warning}" for warning in record.summary.warnings]
+    if record.headline:
+        parts += ["## Before and after", _markdown_table(score_table(record))]
+    if record.dims:
+        parts += [f"## {metric_name(key)} by number of dimensions", _markdown_table(dims_table(record))]
+    parts += ["## Run", "\n".join(f"- {name}: {value.replace(chr(10), '; ')}" for name, value in facts(record))]
+    changed = yaml.safe_dump(record.changed_settings(), sort_keys=False, allow_unicode=True)
+    parts += ["## Settings", f"What differs from the defaults:\n\n```yaml\n{changed}```"]
+    if record.summary.versions:
+        parts += ["## Versions", ", ".join(f"{name} {version}" for name, version in record.summary.versions.items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _fallback(record: RunRecord) -> str:
+    losses = [line["loss"] for line in record.steps if _is_number(line.get("loss"))]
+    if len(losses) > 1:
+        return f"Loss {losses[0]:.3f} -> {losses[-1]:.3f}"
+    return "No step was logged" if not losses else f"Loss {losses[0]:.3f}"
+
+
+def _dims_svg(record: RunRecord) -> str:
+    key = record.headline
+    dims = [dim for dim in record.dims if f"dim{dim}/{key}" in record.after]
+    if len(dims) < 2:
+        return ""
+    after = [record.after[f"dim{dim}/{key}"] for dim in dims]
+    before = [record.before[f"dim{dim}/{key}"] for dim in dims if f"dim{dim}/{key}" in record.before]
+    return dims_svg(dims, before if len(before) == len(dims) else None, after, metric_name(key))
+
+
+def _evaluations_svg(record: RunRecord) -> str:
+    """Only where there is more to see than before and after."""
+    key = record.headline
+    points = [(one.step, one.scores[key]) for one in record.evaluations if key in one.scores]
+    if len(points) < 3:
+        return ""
+    steps, values = zip(*points, strict=True)
+    return evaluations_svg(steps, values, metric_name(key), record.final.step if record.final else None)
+
+
+def _peak_memory(line: dict[str, Any]) -> float | None:
+    peaks = [entry["peak_gb"] for entry in line.get("memory") or [] if _is_number(entry.get("peak_gb"))]
+    return max(peaks) if peaks else None
+
+
+def _power(value: float) -> str:
+    """0.0001 as 1e-4."""
+    if not value:
+        return "0"
+    digits, power = f"{value:.1e}".split("e")
+    return f"{digits.removesuffix('.0')}e{int(power)}"
+
+
+def _short_paths(text: str) -> str:
+    """The last parts of absolute paths are enough in a sentence."""
+    return re.sub(r"(?<!\S)/\S*/(?=[^/\s])", "", text)
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _paths(value: Any) -> str:
+    entries = value if isinstance(value, list) else [value]
+    return "\n".join(short_name(str(entry["path"] if isinstance(entry, dict) else entry)) for entry in entries)
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _markdown_table(table: Table) -> str:
+    rows = [table.header, tuple("---" if i == 0 else "---:" for i in range(len(table.header))), *table.rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -1,0 +1,149 @@
+"""evaluate(): one model on one set of evaluation data, as one flat dict of numbers; in a training run or by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from rich.console import Console
+from torch import nn
+
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import Item, Kind
+from vembed.data.features import Featuriser
+from vembed.distributed.session import Session
+from vembed.errors import UserError
+from vembed.evaluation.dataset import EvalData, RetrievalData, Task, open_eval_data
+from vembed.evaluation.embedder import Embedder
+from vembed.evaluation.encoding import Between, default_budget, encode_items
+from vembed.evaluation.progress import ProgressReport
+from vembed.evaluation.retrieval import retrieval_metrics
+from vembed.evaluation.similarity import similarity_metrics
+
+REPORTED_K = 10
+"""The cut-off that tables, reports and `eval_metric: auto` use; it is computed whatever `eval_ks` says."""
+
+
+def evaluate(
+    model: str | Path | Embedder,
+    data: str | Path | EvalData,
+    *,
+    dims: Sequence[int] | None = None,
+    ks: Sequence[int] = (1, 5, 10, 100),
+    task: Task = "auto",
+    split: str | None = None,
+    batch_tokens: int | None = None,
+    column_mapping: dict[str, str] | None = None,
+    on_bad_record: Literal["stop", "skip"] = "stop",
+    device: str | None = None,
+    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    trust_remote_code: bool = False,
+    session: Session | None = None,
+    show_progress: bool = False,
+) -> dict[str, float]:
+    """Score a model folder (vembed's or any of Sentence Transformers) on a BEIR-style folder or a file of pairs.
+
+    `dims`: also at these sizes; by default the model's own Matryoshka dims, where it says so. `split`: which of a BEIR
+    folder's qrels, by default test. `session`: of the processes that call this together. The keys of the result are
+    `ndcg@10`, `dim256/ndcg@10`, ... or `spearman`, ...
+    """
+    name = model.description.name if isinstance(model, Embedder) else str(model)
+    config = TrainConfig(
+        model_name=name,
+        data_path=str(data) if isinstance(data, str | Path) else data.name,
+        column_mapping=column_mapping,
+        on_bad_record=on_bad_record,
+        eval_ks=list(ks),
+        eval_batch_tokens=batch_tokens or "auto",
+    )
+    if isinstance(data, str | Path):
+        splits = (split,) if split else ("test", "dev", "validation", "val")
+        data = open_eval_data(config, str(data), splits=splits, task=task)
+    if show_progress and (session is None or session.is_main):
+        Console(stderr=True).print(data.summary(), markup=False, highlight=False, soft_wrap=True)
+    if not isinstance(model, Embedder):
+        model = Embedder(
+            model,
+            device=session.device if session else device,
+            torch_dtype=torch_dtype,
+            trust_remote_code=trust_remote_code,
+        )
+    return evaluate_model(model.model, model.featuriser, data, config, session, dims=dims, show_progress=show_progress)
+
+
+def evaluate_model(
+    model: nn.Module,
+    featuriser: Featuriser,
+    data: EvalData,
+    config: TrainConfig,
+    session: Session | None,
+    *,
+    budget_tokens: int | None = None,
+    dims: Sequence[int] | None = None,
+    show_progress: bool = False,
+    between: Between | None = None,
+) -> dict[str, float]:
+    """Score a model as it is in memory, sharded or not. Collective: every rank calls it and gets the same numbers.
+
+    `budget_tokens`: what is known to fit; `eval_batch_tokens` wins. `between` is called between two micro-batches on
+    all ranks, and may end the evaluation by raising.
+    """
+    description = featuriser.description
+    device = session.device if session else next(model.parameters()).device
+    budget = min(default_budget(device), budget_tokens or default_budget(device))
+    if config.eval_batch_tokens != "auto":
+        budget = config.eval_batch_tokens
+    normalize = description.similarity == "cosine"
+    full = description.truncate_dim or description.embedding_dim  # what `encode` returns when nobody says anything
+    sizes = _checked_dims([one for one in description.mrl_dims if one <= full] if dims is None else dims, full)
+    active = show_progress and (session is None or session.is_main)
+
+    def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
+        with ProgressReport(f"encoding {'queries' if kind == 'query' else 'documents'}", active=active) as progress:
+            embeddings = encode_items(
+                model,
+                featuriser,
+                items,
+                kind,
+                budget_tokens=budget,
+                session=session,
+                normalize=False,
+                progress=progress,
+                between=between,
+            )
+        _check_finite(embeddings, kind)
+        return embeddings[:, :full]
+
+    if isinstance(data, RetrievalData):
+        queries, documents = encode(data.queries, "query"), encode(data.documents, "document")
+        ks = sorted({*config.eval_ks, REPORTED_K})
+        return retrieval_metrics(queries, documents, data, ks, sizes, normalize=normalize, session=session)
+    first, second = encode(data.first, "query"), encode(data.second, "document")
+    return similarity_metrics(first, second, data.scores, sizes, normalize=normalize)
+
+
+def deciding_metric(config: TrainConfig, data: EvalData, scores: dict[str, float]) -> str:
+    """The key that decides which checkpoint is the best."""
+    if config.eval_metric == "auto":
+        return "ndcg@10" if isinstance(data, RetrievalData) else "spearman"
+    if config.eval_metric not in scores:
+        raise UserError(f"eval_metric: {config.eval_metric} is not among what is measured: {', '.join(scores)}")
+    return config.eval_metric
+
+
+def _checked_dims(dims: Sequence[int], full: int) -> list[int]:
+    wrong = [dim for dim in dims if not 1 <= dim <= full]
+    if wrong:
+        raise UserError(f"dimension {wrong[0]} is asked for, and this model's embeddings have 1 to {full} dimensions")
+    return sorted(set(dims), reverse=True)
+
+
+def _check_finite(embeddings: np.ndarray, kind: Kind) -> None:
+    broken = int((~np.isfinite(embeddings).all(axis=1)).sum())
+    if broken:
+        raise UserError(
+            f"the model gives embeddings that are not numbers for {broken:,d} of {len(embeddings):,d} inputs ({kind}): "
+            "its weights are broken, or overflow in their dtype (try torch_dtype: float32)"
+        )

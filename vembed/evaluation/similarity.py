@@ -1,0 +1,39 @@
+"""Scored pairs: how well the similarity of two embeddings follows the score that the data give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy import stats
+
+from vembed.evaluation.encoding import first_dims
+
+
+def similarity_metrics(
+    first_ND: np.ndarray,
+    second_ND: np.ndarray,
+    scores: Sequence[float],
+    dims: Sequence[int] = (),
+    *,
+    normalize: bool = True,
+) -> dict[str, float]:
+    """`spearman` and `pearson` for the embeddings as they are, and as `dim<d>/spearman` for the first d coordinates."""
+    found = _correlations(first_ND, second_ND, scores, first_ND.shape[1], normalize)
+    for dim in dims:
+        by_dim = _correlations(first_ND, second_ND, scores, dim, normalize)
+        found.update({f"dim{dim}/{name}": value for name, value in by_dim.items()})
+    return found
+
+
+def _correlations(
+    first_ND: np.ndarray, second_ND: np.ndarray, scores: Sequence[float], dim: int, normalize: bool
+) -> dict[str, float]:
+    first, second = (first_dims(matrix, dim, normalize).astype(np.float64) for matrix in (first_ND, second_ND))
+    similarities = np.einsum("nd,nd->n", first, second)
+    if np.ptp(similarities) == 0:  # a model that gives everything one vector follows no score at all
+        return {"spearman": 0.0, "pearson": 0.0}
+    return {
+        "spearman": float(stats.spearmanr(similarities, scores).statistic),
+        "pearson": float(stats.pearsonr(similarities, scores).statistic),
+    }
