@@ -1,0 +1,69 @@
+"""The command, in this process where that is the same, and as a process of its own where it is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from vembed.cli import app
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Ended]
+
+
+@pytest.fixture
+def vembed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `vembed WORDS` in an empty folder, in this process."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def run(*words: str) -> Ended:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            app(list(words))
+        out, err = capsys.readouterr()
+        return Ended(end.value.code if isinstance(end.value.code, int) else 0, out, err)
+
+    return run
+
+
+@pytest.fixture
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs `python WORDS` in an empty folder, with torch out of reach: what runs here may not need it."""
+    monkeypatch.chdir(tmp_path)
+    Path("no_torch").mkdir()
+    Path("no_torch/torch.py").write_text("raise AssertionError('torch was imported')\n")
+
+    def run(*words: str, **env: str) -> Ended:
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        }
+        environment |= {"PYTHONPATH": str(tmp_path / "no_torch"), "CUDA_VISIBLE_DEVICES": ""} | env
+        done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False)
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def cfg(vembed: Command) -> str:
+    """A config of two lines."""
+    Path("cfg.yaml").write_text("model_name: some/model\ndata_path: train.jsonl\n")
+    return "cfg.yaml"

@@ -1,0 +1,309 @@
+"""The verbs as a user meets them: exit codes, messages, dry runs of the documents' commands, starter configs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+from vembed.config.loading import load_config
+from vembed.config.options import all_options
+from vembed.tools.init import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_loads_nothing_heavy(process: Command) -> None:
+    code = (
+        "import sys\nfrom vembed.cli import app\ntry:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'pydantic', 'numpy', 'yaml'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    done = process("-c", code)
+    assert done.code == 0, done.err
+    assert all(verb in done.out for verb in ("train", "eval", "encode", "demo", "doctor", "init", "config", "schema"))
+
+
+def test_a_mistyped_key_is_exit_code_2_and_one_sentence(process: Command) -> None:
+    Path("cfg.yaml").write_text("model_name: m\ndata_path: d\n\n\n\n\nlearning_rat: 1e-5\n")
+    for words in (["-m", "vembed", "train", "cfg.yaml"], ["-m", "vembed.entrypoints.train", "cfg.yaml"]):
+        done = process(*words)
+        assert done.code == 2
+        assert done.err == "error: cfg.yaml, line 7: unknown option 'learning_rat', did you mean 'learning_rate'?\n"
+
+
+def test_usage_is_exit_code_2(vembed: Command) -> None:
+    assert vembed("trian").code == 2
+    assert vembed("train").code == 2
+    assert vembed("eval").code == 2
+    assert vembed("train", "nowhere.yaml").code == 2
+    assert vembed("train", "--help").code == 0
+    assert vembed("version").out.startswith("vembed 0")
+
+
+def test_train_shows_its_own_help(vembed: Command) -> None:
+    done = vembed("train", "--help")
+    assert done.out.startswith("Usage: vembed train CFG")
+    assert done.code == 0
+
+
+def test_dry_run_resolves_everything_without_torch_D01_D21_D22(process: Command) -> None:
+    text = "model_name: Qwen/Qwen3-VL-Embedding-8B\ndata_path: data/train.jsonl\nbatch_size: 16\nuse_fsdp: true\n"
+    Path("cfg.yaml").write_text(text + "use_lora: true\nfsdp_backward_prefetch: BACKWARD_PRE\nlr: 2.0e-5\n")
+    Path("data").mkdir()
+    Path("data/train.jsonl").write_text("{}\n")
+    done = process("-m", "vembed", "train", "cfg.yaml", "--nproc", "4", "--dry-run")
+    assert done.code == 0, done.err
+    for line in (
+        "model_name: Qwen/Qwen3-VL-Embedding-8B  # cfg.yaml:1",
+        "learning_rate: 2.0e-05  # cfg.yaml:7",
+        "num_processes: 4  # command line",
+        "translated: lr: 2e-05 -> learning_rate: 2e-05 (cfg.yaml, line 7)",
+        "strategy: fsdp",
+        "fsdp: version 2, FULL_SHARD, TRANSFORMER_BASED_WRAP (configs/accelerate_fsdp.yaml)",
+        "gradient checkpointing: true (default with use_fsdp: true)",
+        "world size: 4 = 4 process(es) (num_processes)",
+        "global batch: 64 = 4 x 16 examples",
+        "data: data/train.jsonl (3 bytes)",
+    ):
+        assert line in done.out.splitlines(), line
+    assert "note: fsdp_backward_prefetch: BACKWARD_PRE has no effect under FSDP2" in done.out
+    assert (
+        "would run: python -m vembed.entrypoints.train --config=cfg.yaml --set=num_processes=4 (ranks 0 to 3 of 4"
+        in done.out
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--fsdp-config single_node_fsdp --devices 4", "world size: 4 = 4 process(es) (num_processes)"),
+        ("--fsdp-config single_node_fsdp", "world size: 8 = 8 process(es) (configs/single_node_fsdp.yaml)"),
+        (
+            "--fsdp-config multi_node_fsdp --num-nodes 2 --devices 8",
+            "world size: 16 = 8 process(es) on each of 2 machines",
+        ),
+        ("--accelerate-config large_scale_fsdp --num-nodes 4", "world size: 32 = 8 process(es) on each of 4 machines"),
+        ("--fsdp-config multi_node_fsdp", "world size: 32 = 8 process(es) on each of 4 machines (configs/multi_node"),
+        ("--accelerate-config accelerate_hsdp", "fsdp: version 2, HYBRID_SHARD, TRANSFORMER_BASED_WRAP"),
+        ("--accelerate-config accelerate_fsdp1 --nproc 2", "fsdp: version 1, FULL_SHARD, TRANSFORMER_BASED_WRAP"),
+        (
+            "--accelerate-config accelerate_fsdp_offload --nproc 2",
+            "_WRAP, offloaded to host memory (configs/accelerate_fs",
+        ),
+        ("--accelerate-config single_node_fsdp", "gradient checkpointing: true (configs/single_node_fsdp.yaml)"),
+        ("--accelerate-config accelerate_ddp --nproc 2", "strategy: ddp"),
+        ("--use-fsdp true", "strategy: single (one process, although fsdp was asked for)"),
+        ("--nproc 2", "strategy: auto (decided by the size of the model: ddp where it fits, fsdp where it does not)"),
+        ("--effective-batch-size 256 --nproc 8", "global batch: 256 = 8 x 32 examples"),
+        ("strategy=ddp nproc=2", "strategy: ddp"),
+        (
+            "--accelerate-config accelerate_ddp --num-nodes 4 --devices 8 sync_batchnorm=true",
+            "world size: 32 = 8 process(es) on each of 4 machines",
+        ),
+        (
+            "--fsdp-config configs/large_scale_fsdp.yaml --machine-rank 3 --main-process-ip 10.0.0.1",
+            "ranks 24 to 31 of 64, main process at 10.0.0.1, port 29500",
+        ),
+    ],
+)
+def test_dry_runs_of_the_documents_C14_C15_C16_C17_C18_C19_C33_E26(
+    vembed: Command, cfg: str, words: str, expected: str
+) -> None:
+    done = vembed("train", cfg, *words.split(), "--dry-run")
+    assert done.code == 0, done.err
+    assert expected in done.out
+    assert Path(cfg).read_text() == "model_name: some/model\ndata_path: train.jsonl\n", "the user's YAML stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--fsdp-config single_node", "'single_node' is neither a file nor a preset (accelerate_ddp, accelerate_fsdp"),
+        ("global_batch_size=10 --nproc 3", "global_batch_size: 10 cannot be divided among 3 processes: use 9 or 12"),
+        ("strategy=single --nproc 2", "strategy: single is one process, but 2 were asked for"),
+        ("--num-machines 2 --nproc 2", "num_machines: 2 needs --machine-rank and --main-process-ip"),
+        ("--num-machines 2 --machine-rank 2 --main-process-ip a", "--machine-rank 2 must be below num_machines: 2"),
+        ("--stage stage1", "stage 'stage1' was asked for, but there is no training_stages block"),
+        ("use_fsdp=true fsdp_state_dict_type=local_state_dict --dry-run", "use SHARDED_STATE_DICT"),
+    ],
+)
+def test_what_cannot_be_started_is_said_first_C18_E12_E26(vembed: Command, cfg: str, words: str, sentence: str) -> None:
+    done = vembed("train", cfg, *words.split())
+    assert done.code == 2
+    assert done.err.startswith("error: ")
+    assert sentence in done.err
+
+
+def test_everything_on_the_command_line_A08_A11(vembed: Command) -> None:
+    done = vembed(
+        "train", "--use-fsdp", "true", "--model", "some/model", "--data", "d.jsonl", "--nproc", "2", "--dry-run"
+    )
+    assert done.code == 0, done.err
+    assert "model_name: some/model  # command line" in done.out
+    assert "--set=use_fsdp=true --set=model_name=some/model --set=data_path=d.jsonl" in done.out
+    assert "data_path is missing: give a config file, or data_path=..." in vembed("train", "--model", "x").err
+
+
+def test_help_and_version_of_the_rest(vembed: Command) -> None:
+    for verb in ("config", "plan"):
+        done = vembed(verb, "--help")
+        assert done.code == 0 and done.out.startswith(f"Usage: vembed {verb} CFG")
+    assert vembed("--version").out.startswith("vembed 0")
+
+
+def test_machines_in_the_environment_C26_B26(vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    done = vembed("train", cfg, "--dry-run")
+    assert done.code == 2
+    assert "WORLD_SIZE=2 is set, but not LOCAL_RANK" in done.err
+    # What a cluster system sets for each machine does not matter once the flags say it.
+    flags = ("--num-machines", "2", "--machine-rank", "1", "--main-process-ip", "host", "--nproc", "2")
+    assert "ranks 2 to 3 of 4, main process at host" in vembed("train", cfg, *flags, "--dry-run").out
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert "MASTER_ADDR and MASTER_PORT are not set" in vembed("train", cfg, "--dry-run").err
+    monkeypatch.setenv("MASTER_ADDR", "host")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert "world size: 2 = 2 process(es) (set by the launcher)" in vembed("train", cfg, "--dry-run").out
+
+
+def test_a_stage_needs_the_one_before_it_C20(vembed: Command) -> None:
+    Path("cfg.yaml").write_text(
+        "model_name: m\ndata_path: d\ntraining_stages:\n  one: {epochs: 1}\n  two: {epochs: 2}\n"
+    )
+    done = vembed("train", "cfg.yaml", "--stage", "two")
+    assert done.code == 2
+    assert "output/one/final (cfg.yaml, result of one) is not there: train that stage first" in done.err
+    assert (
+        "model_name: output/one/final  # cfg.yaml, result of one" in vembed("config", "cfg.yaml", "--stage", "two").out
+    )
+
+
+def test_the_entry_point_works_as_a_file_of_a_checkout_D04(process: Command, tmp_path: Path) -> None:
+    Path("cfg.yaml").write_text("model_name: m\ndata_path: d\n")
+    shutil.copytree(ROOT / "vembed", "checkout/vembed", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "configs", "checkout/configs")
+    verb = Path("checkout/vembed/tools/train.py")
+    verb.write_text(verb.read_text().replace("would run: ", "would run, says the checkout: "))
+    done = process("checkout/vembed/entrypoints/train.py", "cfg.yaml", "epochs=2", "use_fsdp=true", "--dry-run")
+    assert done.code == 0, done.err
+    assert "epochs: 2.0  # command line" in done.out
+    assert "would run, says the checkout: " in done.out, "not the vembed that is installed"
+
+
+def test_the_entry_point_stays_one_process_unless_asked(process: Command) -> None:
+    Path("cfg.yaml").write_text("model_name: m\ndata_path: d\n")
+    plain = process("-m", "vembed.entrypoints.train", "cfg.yaml", "--dry-run")
+    assert "world size: 1 = 1 process(es) (started as one)" in plain.out
+    by_accelerate = process("-m", "vembed.entrypoints.train", "cfg.yaml", "--dry-run", "--devices", "8",
+                            ACCELERATE_MIXED_PRECISION="no")  # fmt: skip
+    assert "world size: 1 = 1 process(es) (set by the launcher)" in by_accelerate.out
+    asked = process(
+        "-m", "vembed.entrypoints.train", "cfg.yaml", "--devices", "8", "--precision", "bf16-mixed", "--dry-run"
+    )
+    assert "world size: 8 = 8 process(es) (num_processes)" in asked.out
+
+
+def test_config_shows_origins_and_is_a_config_itself(vembed: Command, cfg: str) -> None:
+    done = vembed("config", cfg, "lr=1e-5", "--loss", "triplet", "temperature=0.1")
+    assert done.code == 0
+    assert "learning_rate: 1.0e-05  # command line" in done.out
+    assert "# translated: lr: 1e-05 -> learning_rate: 1e-05 (command line)" in done.out
+    assert "# note: temperature: 0.1 has no effect with loss: triplet" in done.out
+    Path("again.yaml").write_text(done.out)
+    assert (
+        load_config("again.yaml").to_dict()
+        == load_config(cfg, ["lr=1e-5", "loss=triplet", "temperature=0.1"]).to_dict()
+    )
+
+
+def test_schema_is_json_for_editors(vembed: Command) -> None:
+    done = vembed("schema")
+    schema = json.loads(done.out)
+    assert list(schema["properties"]) == list(all_options())
+    assert schema["required"] == ["model_name", "data_path"]
+    assert all("description" in one for one in schema["properties"].values())
+    assert vembed("schema", "--format", "markdown").out.startswith("# Options\n")
+    assert vembed("schema", "--format", "xml").code == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_init_writes_a_config_that_loads(vembed: Command, family: str) -> None:
+    Path("train.jsonl").write_text('{"query": "a", "positive": "b"}\n' * 3)
+    done = vembed("init", "--family", family)
+    assert done.code == 0, done.err
+    config = load_config("vembed.yaml")
+    assert config.data_path == "train.jsonl"
+    assert config.loss == "infonce"
+    assert all("#" in line for line in Path("vembed.yaml").read_text().splitlines() if line.strip())
+
+
+def test_init_does_not_write_over_a_file(vembed: Command) -> None:
+    Path("vembed.yaml").write_text("mine")
+    done = vembed("init")
+    assert done.code == 2 and "vembed.yaml is there already" in done.err
+    assert Path("vembed.yaml").read_text() == "mine"
+    assert vembed("init", "--force").code == 0
+    assert "did you mean 'clip'" in vembed("init", "--family", "clipp", "--output", "a.yaml").err
+    assert vembed("init", "--output", "a.txt").code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "loss", "mapping"),
+    [
+        ("a.jsonl", '{"query": "a", "positive": "b", "negatives": ["c"]}\n', "infonce", None),
+        ("a.jsonl", '{"sentence1": "a", "sentence2": "b", "score": 0.5}\n', "cosent", None),
+        ("a.jsonl", '{"search": "a", "context": "b"}\n', "infonce", {"search": "query", "context": "positive"}),
+        ("a.csv", "question,answer\na,b\n", "infonce", None),
+        ("a.tsv", "q\tpassage\na\tb\n", "infonce", {"q": "query"}),
+        ("a.json", '[{"anchor": "a", "positive": "b"}, {"anchor"', "infonce", None),
+    ],
+)
+def test_init_looks_at_the_data(
+    vembed: Command, name: str, content: str, loss: str, mapping: dict[str, str] | None
+) -> None:
+    Path(name).write_text(content)
+    done = vembed("init", "--data", name, "--val-data", name)
+    assert done.code == 0, done.err
+    config = load_config("vembed.yaml")
+    assert (config.loss, config.column_mapping, config.val_data_path) == (loss, mapping, name)
+
+
+def test_init_reads_the_columns_of_parquet(vembed: Command) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"query": ["a"], "positive": ["b"]}), "a.parquet")
+    assert vembed("init", "--data", "a.parquet").code == 0
+    assert "# Data: the first 1 records have query, positive" in Path("vembed.yaml").read_text()
+    Path("b.parquet").write_bytes(b"nothing")
+    assert "not a Parquet file" in vembed("init", "--data", "b.parquet", "--force").err
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('{"a": 1}\n', "train.jsonl: "),
+        ("nothing\n", "line 1: not JSON"),
+        ("[1]\n3", None),
+        ("3\n", "line 1: a int, where an object"),
+        ("\n", "is empty"),
+    ],
+)
+def test_init_refuses_data_that_cannot_be_trained_on(vembed: Command, content: str, sentence: str | None) -> None:
+    Path("train.jsonl").write_text(content)
+    done = vembed("init")
+    assert done.code == (0 if sentence is None else 2)
+    if sentence is not None:
+        assert sentence in done.err
+        assert not Path("vembed.yaml").exists()
+
+
+def test_wrong_values_of_other_verbs(vembed: Command) -> None:
+    assert "--dims a,b: give whole numbers" in vembed("eval", "m", "d", "--dims", "a,b").err
+    assert "--task x: give one of auto, retrieval, similarity" in vembed("eval", "m", "d", "--task", "x").err
+    assert "--kind x: give one of query, document" in vembed("encode", "m", "i", "o.npy", "--kind", "x").err
+    assert "torch_dtype must be auto, float32" in vembed("encode", "m", "i", "o.npy", "--torch-dtype", "int8").err

@@ -1,0 +1,82 @@
+"""The verbs that load a model, with a tiny one: in this process, and on two processes that the command starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.conftest import Command
+from tests.tiny import shared, texts, tiny_bert_st
+
+
+@pytest.fixture
+def run_config(vembed: Command) -> str:
+    """A config for four steps, with data and a model."""
+    words = texts(32)
+    rows = [{"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"} for row in range(16)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("cfg.yaml").write_text(
+        f"model_name: {shared(tiny_bert_st)}\ndata_path: train.jsonl\nglobal_batch_size: 8\nmax_steps: 4\nlr: 1e-3\n"
+        "logging_steps: 1\nreport_to: none\n"
+    )
+    return "cfg.yaml"
+
+
+def losses(folder: str) -> list[float]:
+    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "vembed", *words], env=env, capture_output=True, text=True, check=False
+    )
+
+
+def test_train_here_and_on_two_sharded_processes_A08_D43(vembed: Command, run_config: str) -> None:
+    here = vembed("train", run_config, "output_dir=one")
+    assert here.code == 0, here.err
+    there = command("train", run_config, "output_dir=two", "--nproc", "2", "--use-fsdp", "true")
+    assert there.returncode == 0, there.stderr
+    assert len(losses("one")) == 4
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-5)
+    log = Path("two/training_log.txt").read_text()
+    assert "lr: 0.001 -> learning_rate: 0.001 (cfg.yaml, line 5)" in log
+    again = vembed("train", "one/config.yaml", "output_dir=three")
+    assert again.code == 0, again.err
+    assert losses("three") == losses("one"), "the written config repeats the run"
+
+
+def test_a_mistake_in_the_data_on_two_processes_is_one_sentence(vembed: Command, run_config: str) -> None:
+    Path("train.jsonl").write_text('{"query": "a", "positive": "b"}\n{"query": ""}\n')
+    done = command("train", run_config, "--nproc", "2")
+    assert done.returncode == 2
+    assert "error: " in done.stderr and "train.jsonl:2" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_eval_and_encode(vembed: Command, run_config: str) -> None:
+    model = str(shared(tiny_bert_st))
+    done = vembed("eval", model, "train.jsonl", "--dims", "16", "--ks", "1,10", "--json", "scores.json")
+    assert done.code == 0, done.err
+    assert {"ndcg@10", "recall@1", "dim16/mrr@10"} <= set(json.loads(Path("scores.json").read_text()))
+    done = vembed("encode", model, "train.jsonl", "vectors.npy", "--column", "positive", "--truncate-dim", "16")
+    assert done.code == 0, done.err
+    assert np.load("vectors.npy").shape == (16, 16)
+    assert vembed("encode", model, "nowhere.jsonl", "vectors.npy").code == 2
+
+
+def test_encode_on_two_processes_writes_the_same_B14_B15(vembed: Command, run_config: str) -> None:
+    model = str(shared(tiny_bert_st))
+    Path("seven.txt").write_text("".join(f"{text}\n" for text in texts(7)))
+    assert vembed("encode", model, "seven.txt", "one.npy").code == 0
+    done = command("encode", model, "seven.txt", "two.npy", "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(np.load("two.npy"), np.load("one.npy"), atol=1e-6)

@@ -1,0 +1,99 @@
+"""The words after `vembed train`: flags in kebab or snake case, key=value, and what only the launcher needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from vembed.config.arguments import LAUNCH_FLAGS, TrainArguments, parse_train_arguments, train_help
+from vembed.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides"),
+    [
+        ("--use-fsdp true --batch-size 8", ["use_fsdp=true", "batch_size=8"]),
+        (
+            "--use_fsdp=false --fsdp-sharding-strategy SHARD_GRAD_OP",
+            ["use_fsdp=false", "fsdp_sharding_strategy=SHARD_GRAD_OP"],
+        ),
+        ("--use-fsdp --debug", ["use_fsdp=true", "debug=true"]),
+        ("--debug true epochs=2", ["debug=true", "epochs=2"]),
+        ("--set epochs=2 --set=lr=1e-5", ["epochs=2", "lr=1e-5"]),
+        ("--nproc 4 --num-machines 2", ["nproc=4", "num_machines=2"]),
+        ("--devices 8 --precision bf16-mixed", ["devices=8", "precision=bf16-mixed"]),
+        ("--fsdp-config single_node_fsdp --num-nodes 4", ["fsdp_config=single_node_fsdp", "num_nodes=4"]),
+        ("--resume --epochs 2", ["resume=true", "epochs=2"]),
+        ("--resume output/checkpoint-5", ["resume=output/checkpoint-5"]),
+        ("--resume auto --resume-anyway", ["resume=auto", "resume_anyway=true"]),
+        (
+            "--use-gradient-cache auto --mrl-projection epochs=1",
+            ["use_gradient_cache=auto", "mrl_projection=true", "epochs=1"],
+        ),
+        ("--weight-decay -1", ["weight_decay=-1"]),
+        ("--query-prompt=--x", ["query_prompt=--x"]),
+        ("--fsdp.cpu-offload true", ["fsdp.cpu_offload=true"]),
+        ("--bf16 --fsdp", ["bf16=true", "fsdp=true"]),
+        ("--scale 20", ["scale=20"]),
+    ],
+)
+def test_flags_become_options_B19_A17_A18_B25(words: str, overrides: list[str]) -> None:
+    before = parse_train_arguments(["cfg.yaml", *words.split()])
+    after = parse_train_arguments([*words.split(), "cfg.yaml"])
+    assert before == after == TrainArguments("cfg.yaml", tuple(overrides))
+
+
+def test_what_only_the_launcher_needs_A10_C20() -> None:
+    words = "--config cfg.toml --machine-rank 1 --main-process-ip 10.0.0.1 --main_process_port 1234 --stage stage2"
+    assert parse_train_arguments([*words.split(), "--dry-run"]) == TrainArguments(
+        "cfg.toml", (), "stage2", machine_rank=1, main_process_ip="10.0.0.1", main_process_port=1234, is_dry_run=True
+    )
+
+
+def test_the_words_for_other_processes_mean_the_same() -> None:
+    arguments = parse_train_arguments(["a b.yaml", "query_prompt=--set x=1", "--stage", "two", "--lr", "1e-5"])
+    assert parse_train_arguments(arguments.words()) == arguments
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "which config? Give its file"),
+        (["--dry-run"], "which config? Give its file"),
+        (["a.yaml", "b.yaml"], "unexpected 'b.yaml' beside the config 'a.yaml'"),
+        (["a.yaml", "--batch-size"], "--batch-size needs a value"),
+        (["a.yaml", "--batch-size", "--debug"], "--batch-size needs a value"),
+        (["a.yaml", "--batch-sise", "8"], "unknown option --batch-sise, did you mean --batch-size?"),
+        (["a.yaml", "--machine-rnk", "8"], "did you mean --machine-rank?"),
+        (["a.yaml", "--qqqqqq"], "`vembed train --help` and `vembed schema` list what there is"),
+        (["a.yaml", "--set", "epochs"], "--set 'epochs': it sets an option"),
+        (["a.yaml", "--machine-rank", "one"], "--machine-rank must be a whole number, but is 'one'"),
+        (["a.yaml", "--main-process-port", "999999"], "--main-process-port must be a whole number"),
+    ],
+)
+def test_mistakes_are_one_sentence(words: list[str], sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_train_arguments(words)
+    assert sentence in str(caught.value)
+
+
+def test_help_lists_every_flag() -> None:
+    text = train_help()
+    assert all(f"--{flag}" in text for flag in LAUNCH_FLAGS)
+    assert max(len(line) for line in text.splitlines()) < 120
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("--nproc 8 --devices 8 lr=1e-5", ["num_processes=8", "num_processes=8", "learning_rate=1e-5"]),
+        ("model.name=a/b --set loss.type=infonce", ["model_name=a/b", "loss=infonce"]),
+        ("batch-size=4 seed=1", ["batch_size=4", "seed=1"]),
+        # These say more than another name's value, or count something else.
+        ("bf16=true column_mapping.lr=text effective_batch_size=64",
+         ["bf16=true", "column_mapping.lr=text", "effective_batch_size=64"]),
+    ],
+)  # fmt: skip
+def test_what_is_shown_has_the_options_own_names(words: str, shown: list[str]) -> None:
+    arguments = parse_train_arguments(["cfg.yaml", *words.split()])
+    assert arguments.shown_words() == ["--config=cfg.yaml", *(f"--set={one}" for one in shown)]
+    assert arguments.words() != arguments.shown_words() or shown == list(arguments.overrides)

@@ -1,0 +1,174 @@
+"""`vembed demo`: its data, its files, and one real run of the quick size."""
+
+import importlib.util
+import json
+
+import pytest
+import yaml
+
+from vembed import UserError
+from vembed.config.schema import TrainConfig
+from vembed.evaluation.record import Evaluation, RunRecord
+from vembed.evaluation.summary import RunSummary
+from vembed.tools import demo
+from vembed.tools.demo import FULL, before_and_after, demo_model, demo_yaml, free_folder, run_demo
+from vembed.tools.demo_data import Pair, split_by_module, standard_library_pairs, write_pairs
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return standard_library_pairs()
+
+
+def test_pairs_of_this_python(pairs):
+    assert len(pairs) > 3000
+    assert len({pair.query for pair in pairs}) == len({pair.positive for pair in pairs}) == len(pairs)
+    assert all(pair.positive.startswith(("def ", "async def ")) for pair in pairs)
+    assert not any(part.startswith("test") for pair in pairs for part in pair.module.split(".")[:1])
+
+
+SOURCE = '''
+import os
+
+
+class Thing:
+    @property
+    async def reader(self, a,
+                     b=1):
+        """Read what is there.
+        And more of it.
+
+        Not this paragraph.
+        """
+        # a comment stays
+        value = a + b
+
+        return value
+
+    def no_words(self):
+        """Too short."""
+        return 1
+
+    def nothing_but_docstring(self):
+        """A docstring without any code below."""
+
+    def no_docstring(self):
+        return 2
+
+
+def twin(a, b):
+    """Read what is there. And more of it."""
+    return a
+'''
+
+
+def test_a_function_is_cut_out_as_it_is_written_less_its_docstring(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text(SOURCE)
+    (tmp_path / "package" / "test_module.py").write_text(SOURCE)
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "other.py").write_text(SOURCE)
+    (tmp_path / "broken.py").write_text("def (:\n")
+    (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
+    (found,) = standard_library_pairs(tmp_path)
+    assert found == Pair(
+        module="package.module",
+        query="Read what is there. And more of it.",
+        positive=(
+            "async def reader(self, a,\n                 b=1):\n    # a comment stays\n    value = a + b\n\n"
+            "    return value"
+        ),
+    )
+
+
+def test_no_module_is_in_both_parts_and_the_split_is_the_same_each_time(pairs):
+    train, val = split_by_module(pairs, FULL.num_train, FULL.num_val)
+    assert (len(train), len(val)) == (FULL.num_train, FULL.num_val)
+    packages = [{pair.module.split(".")[0] for pair in part} for part in (train, val)]
+    assert packages[0].isdisjoint(packages[1])
+    assert min(map(len, packages)) > 20, "many modules on both sides"
+    assert split_by_module(list(pairs), FULL.num_train, FULL.num_val) == (train, val)
+
+
+def test_a_library_without_docstrings_is_named(pairs):
+    with pytest.raises(UserError, match=r"the demo needs 1,536 and 1,000"):
+        split_by_module(pairs[:100], 1536, 1000)
+
+
+def test_written_pairs_are_a_training_file(tmp_path):
+    write_pairs([Pair("m", "what? é", "def f():\n    pass")], tmp_path / "a.jsonl")
+    (line,) = (tmp_path / "a.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"query": "what? é", "positive": "def f():\n    pass"}
+
+
+def test_the_yaml_is_a_config_to_go_on_from(tmp_path):
+    folder = tmp_path / "my # folder: one"
+    text = demo_yaml(tmp_path / "a model", folder, FULL)
+    config = TrainConfig(**yaml.safe_load(text))
+    assert config.model_name == str(tmp_path / "a model")
+    assert config.data_path == str(folder / "data" / "train.jsonl")
+    assert (config.batch_size, config.max_length, config.learning_rate) == (64, 128, 1e-4)
+    assert config.mrl_dims == [384, 256, 128, 64]
+    assert max(map(len, text.splitlines())) < 160
+
+
+def test_an_earlier_run_is_never_overwritten(tmp_path):
+    assert free_folder(tmp_path / "demo") == tmp_path / "demo"
+    (tmp_path / "demo").mkdir()
+    assert free_folder(tmp_path / "demo") == tmp_path / "demo", "an empty folder is free"
+    (tmp_path / "demo" / "config.yaml").touch()
+    (tmp_path / "demo-2").write_text("a file")
+    assert free_folder(tmp_path / "demo") == tmp_path / "demo-3"
+
+
+def test_a_missing_model_package_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r'pip install "vembed\[demo\]"'):
+        run_demo(str(tmp_path / "demo"))
+    assert not (tmp_path / "demo").exists()
+
+
+def test_an_empty_model_package_is_named(monkeypatch, tmp_path):
+    class Spec:
+        origin = str(tmp_path / "__init__.py")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: Spec)
+    with pytest.raises(UserError, match="holds no model"):
+        demo_model()
+
+
+def rendered(table):
+    import io
+
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=100)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_table_without_matryoshka_and_without_a_first_evaluation(tmp_path):
+    scores = {"ndcg@10": 0.625, "mrr@10": 0.5, "recall@10": 0.75}
+    record = RunRecord(tmp_path, {}, [], [Evaluation(1, 1.0, scores)], RunSummary())
+    assert rendered(before_and_after(record)).splitlines()[-1].split() == ["all", "0.625", "0.500", "0.750"]
+
+
+@pytest.mark.timeout(300)
+def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "QUICK", demo.Size(num_train=32, num_val=40, batch_size=16, max_length=48))
+    record = run_demo(str(tmp_path / "demo"), quick=True, overrides=["report_to=none"])
+    output = capsys.readouterr().out
+    folder = tmp_path / "demo"
+    assert record.before["ndcg@10"] > 0.3, "the model is a real one"
+    assert set(record.before) == set(record.after)
+    assert record.dims == [384, 256, 128, 64]
+    assert [line["step"] for line in record.steps] == [1, 2]
+    lines = [line.split() for line in output.splitlines()]
+    assert [line[0] for line in lines if line and line[0] in ("384", "256", "128", "64")] == ["384", "256", "128", "64"]
+    assert f"{record.before['dim64/mrr@10']:.3f} -> {record.after['dim64/mrr@10']:.3f}" in output
+    for path in (folder / "final", folder / "report.html", folder / "demo.yaml"):
+        assert path.exists()
+        assert str(path) in output
+    assert (folder / "final" / "modules.json").is_file()
+    assert "vembed train" in output
+    assert json.loads((folder / "data" / "val.jsonl").read_text().splitlines()[0]).keys() == {"query", "positive"}

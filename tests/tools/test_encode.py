@@ -1,0 +1,171 @@
+"""`vembed encode`: rows in the order of the lines, in both formats, from all kinds of input, by one process and two."""
+
+import io
+import json
+import sys
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tests.harness import run_ranks
+from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
+from vembed import Embedder, UserError
+from vembed.tools import encode
+from vembed.tools.encode import run_encode
+
+TEXTS = ["red cat", "the old house by the river and a bridge", "bird", "red cat", "naïve — 猫", "fast train"]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(TEXTS), encoding="utf-8")
+    return path
+
+
+def expected(kind="document", make=tiny_bert_st, **options):
+    return Embedder(shared(make), device="cpu").encode(TEXTS, kind=kind, **options)
+
+
+def test_text_to_npy(texts, tmp_path, capsys):
+    result = run_encode(str(shared(tiny_bert_st)), str(texts), str(tmp_path / "out.npy"))
+    found = np.load(tmp_path / "out.npy")
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected(), atol=1e-6)
+    assert (result.num_rows, result.num_dims) == found.shape
+    captured = capsys.readouterr()
+    assert "6 x 32 float32" in captured.err.replace("\n", "")
+    assert captured.out == ""
+    assert not (tmp_path / "out.npy.part").exists()
+    assert np.load(tmp_path / "out.npy", mmap_mode="r").shape == found.shape
+
+
+def test_kind_and_cut(texts, tmp_path):
+    folder = str(shared(tiny_qwen3_st))
+    run_encode(folder, str(texts), str(tmp_path / "q.npy"), kind="query", truncate_dim=8)
+    found = np.load(tmp_path / "q.npy")
+    np.testing.assert_allclose(found, expected("query", tiny_qwen3_st, truncate_dim=8, normalize=True), atol=1e-6)
+    run_encode(folder, str(texts), str(tmp_path / "raw.npy"), kind="query", normalize=False, batch_tokens=20)
+    np.testing.assert_allclose(
+        np.load(tmp_path / "raw.npy"), expected("query", tiny_qwen3_st, normalize=False), atol=1e-5
+    )
+
+
+def test_jsonl_to_parquet_with_ids(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"_id": f"d{i}", "text": text}) + "\n" for i, text in enumerate(TEXTS)))
+    run_encode(str(shared(tiny_bert_st)), str(path), str(tmp_path / "out.parquet"))
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert table.column("id").to_pylist() == [f"d{i}" for i in range(len(TEXTS))]
+    found = np.array(table.column("embedding").to_pylist(), np.float32)
+    np.testing.assert_allclose(found, expected(), atol=1e-6)
+    assert str(table.schema.field("embedding").type) == "fixed_size_list<element: float>[32]"
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        TEXTS,
+        [{"query": text, "positive": "not this"} for text in TEXTS],
+        [{"title": "no", "body": text} for text in TEXTS],
+        [{"body": {"text": text}} for text in TEXTS],
+        [{"title": text.split()[0], "text": " ".join(text.split()[1:])} for text in TEXTS],
+    ],
+)
+def test_forms_of_records(tmp_path, records):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    column = "body" if "body" in records[0] else None
+    run_encode(str(shared(tiny_bert_st)), str(path), str(tmp_path / "out.parquet"), column=column)
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert table.column_names == ["embedding"]
+    np.testing.assert_allclose(np.array(table.column("embedding").to_pylist()), expected(), atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["text", "jsonl"])
+def test_standard_input(tmp_path, monkeypatch, form):
+    lines = TEXTS if form == "text" else [json.dumps({"text": text}) for text in TEXTS]
+    given = io.TextIOWrapper(io.BytesIO("\r\n".join(lines).encode()))
+    monkeypatch.setattr(sys, "stdin", given)
+    run_encode(str(shared(tiny_bert_st)), "-", str(tmp_path / "out.npy"))
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(), atol=1e-6)
+
+
+def test_files_larger_than_a_chunk(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(encode, "CHUNK_LINES", 4)
+    for name in ("out.npy", "out.parquet"):
+        run_encode(str(shared(tiny_bert_st)), str(texts), str(tmp_path / name))
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(), atol=1e-6)
+    table = pq.ParquetFile(tmp_path / "out.parquet")
+    assert table.num_row_groups == 2
+    np.testing.assert_allclose(np.array(table.read().column("embedding").to_pylist()), expected(), atol=1e-6)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "parquet"])
+def test_an_empty_file_gives_no_rows(tmp_path, suffix):
+    (tmp_path / "empty.txt").touch()
+    target = tmp_path / f"out.{suffix}"
+    assert run_encode(str(shared(tiny_bert_st)), str(tmp_path / "empty.txt"), str(target)).num_rows == 0
+    if suffix == "npy":
+        assert np.load(target).shape == (0, 32)
+    else:
+        assert pq.read_table(target).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"one\n\nthree\n", r"a\.txt:2 is empty"),
+        ("a.txt", b"one\n\xff\xfe\n", r"a\.txt:2 is not UTF-8"),
+        ("a.jsonl", b'{"text": "one"}\n{broken\n', r"a\.jsonl:2 is not JSON"),
+        ("a.jsonl", b'{"txt": "one"}\n', r"a\.jsonl:1: none of the fields text, .*it has txt.*--column"),
+        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl:1: text is no text"),
+        ("a.jsonl", b'{"text": " "}\n', r"a\.jsonl:1: text is empty"),
+        ("a.jsonl", b'{"image": 3}\n', r"a\.jsonl:1: the record has a text or image that is no string"),
+        ("a.jsonl", b'{"image": "../x.png"}\n', r"a\.jsonl:1: .*leads out of"),
+        ("a.jsonl", b"3\n", r"a\.jsonl:1: the record is no text"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_left_behind(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        run_encode(str(shared(tiny_bert_st)), str(tmp_path / name), str(tmp_path / "out.npy"))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_missing_column_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:1: no field body \(it has text\)"):
+        run_encode(str(shared(tiny_bert_st)), str(tmp_path / "a.jsonl"), str(tmp_path / "out.npy"), column="body")
+
+
+def test_what_cannot_be_read_or_written_is_said_before_the_model_is_loaded(texts, tmp_path):
+    with pytest.raises(UserError, match=r"ends in \.csv, and vembed encode writes \.npy and \.parquet"):
+        run_encode("no model", str(texts), str(tmp_path / "out.csv"))
+    with pytest.raises(UserError, match="is no folder"):
+        run_encode("no model", str(texts), str(tmp_path / "nowhere" / "out.npy"))
+    with pytest.raises(UserError, match=r"missing\.txt cannot be read: No such file"):
+        run_encode("no model", str(tmp_path / "missing.txt"), str(tmp_path / "out.npy"))
+
+
+def test_an_old_file_stays_when_encoding_fails(texts, tmp_path):
+    np.save(tmp_path / "out.npy", np.zeros(3))
+    (tmp_path / "bad.txt").write_text("a\n\nb\n")
+    with pytest.raises(UserError):
+        run_encode(str(shared(tiny_bert_st)), str(tmp_path / "bad.txt"), str(tmp_path / "out.npy"))
+    assert np.load(tmp_path / "out.npy").shape == (3,)
+
+
+def _encode_on_a_rank(folder, source, target):
+    encode.CHUNK_LINES = 4
+    return run_encode(folder, source, target).num_rows
+
+
+def test_two_processes_write_the_same_file(texts, tmp_path):
+    target = tmp_path / "out.npy"
+    rows = run_ranks(
+        _encode_on_a_rank, 2, str(shared(tiny_bert_st)), str(texts), str(target), process_group=False, timeout=110
+    )
+    assert rows == [6, 6]
+    np.testing.assert_allclose(np.load(target), expected(), atol=1e-6)

@@ -1,0 +1,62 @@
+"""`vembed eval`: what it prints and writes."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from tests.tiny import shared, tiny_bert_st
+from vembed import UserError, evaluate
+from vembed.tools.evaluate import run_evaluate
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    path = tmp_path / "val.jsonl"
+    records = [{"query": word, "positive": f"a {word} thing"} for word in ("red", "green", "cat", "dog", "house")]
+    path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+def printed(*args, **options):
+    console = Console(file=io.StringIO(), width=100)
+    scores = run_evaluate(*args, console=console, **options)
+    return scores, console.file.getvalue()
+
+
+def test_tables_and_json(pairs, tmp_path):
+    scores, text = printed(str(shared(tiny_bert_st)), str(pairs), dims=[8], json_file=str(tmp_path / "scores.json"))
+    assert json.loads((tmp_path / "scores.json").read_text()) == scores
+    assert scores == pytest.approx(evaluate(shared(tiny_bert_st), pairs, dims=[8]))
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    assert lines[0] == ["size", "nDCG@10", "MRR@10", "Recall@10", "MAP@10"]
+    assert lines[1] == ["whole", *(f"{scores[f'{name}@10']:.4f}" for name in ("ndcg", "mrr", "recall", "map"))]
+    assert lines[2] == ["8", *(f"{scores[f'dim8/{name}@10']:.4f}" for name in ("ndcg", "mrr", "recall", "map"))]
+    assert lines[3] == ["cut-off", "nDCG", "MRR", "Recall", "MAP"]
+    assert [line[0] for line in lines[4:]] == ["1", "5", "10", "100"]
+    assert lines[4][1] == f"{scores['ndcg@1']:.4f}"
+
+
+def test_scored_pairs_have_one_table(tmp_path):
+    path = tmp_path / "sts.jsonl"
+    path.write_text("\n".join(json.dumps({"sentence1": "cat", "sentence2": f"dog {i}", "score": i}) for i in range(4)))
+    scores, text = printed(str(shared(tiny_bert_st)), str(path))
+    assert text.split()[:3] == ["size", "Spearman", "Pearson"]
+    assert f"{scores['spearman']:.4f}" in text
+    assert "cut-off" not in text
+
+
+def test_mapping_split_and_bad_records(tmp_path):
+    path = tmp_path / "val.jsonl"
+    path.write_text('{"q": "red", "a": "a red thing"}\n{"q": "blue", "a": ""}\n')
+    mapping = {"q": "query", "a": "positive"}
+    with pytest.raises(UserError, match=r"val\.jsonl:2"):
+        printed(str(shared(tiny_bert_st)), str(path), column_mapping=mapping)
+    scores, _ = printed(str(shared(tiny_bert_st)), str(path), column_mapping=mapping, on_bad_record="skip")
+    assert scores["ndcg@10"] == 1.0
+
+
+def test_a_json_file_that_cannot_be_written_is_said_first(pairs, tmp_path):
+    with pytest.raises(UserError, match="is no folder"):
+        printed("no model", str(pairs), json_file=str(tmp_path / "nowhere" / "scores.json"))

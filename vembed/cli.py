@@ -1,0 +1,386 @@
+"""The `vembed` command: one verb, one call. Nothing heavy is imported before a verb needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from vembed.errors import RunError, Stopped, UserError
+
+if TYPE_CHECKING:
+    from vembed.config.arguments import TrainArguments
+
+app = typer.Typer(
+    name="vembed",
+    help="Fine-tune text, image and multimodal embedding models: one YAML in, a model and an evaluation report out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+WORDS_ARE_OURS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+"""For verbs that read their words themselves: every option of the config is a flag of theirs."""
+
+Words = Annotated[list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")]
+Nproc = Annotated[int, typer.Option("--nproc", min=1, help="Processes on this machine that share the work.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that the model brings along.")
+]
+
+
+def main() -> None:
+    """The command."""
+    app()
+
+
+def guarded(function: Callable[[], int | None]) -> int:
+    """Call it and turn how it ends into an exit code: a user's mistake is one sentence, a bug keeps its traceback."""
+    try:
+        return function() or 0
+    except UserError as error:
+        return _say_error(error, 2)
+    except RunError as error:
+        return _say_error(error, 1)
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":  # all ranks stop together, for one reason
+            _say(f"{stopped}\n")
+        return stopped.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+
+
+def run_process(verb: str, words: Sequence[str]) -> int:
+    """A verb as an entry point calls it: this is one process, and others are for the launcher to start."""
+    if verb == "train":
+        return guarded(lambda: _train(words, starts_processes=False))
+    try:
+        app([verb, *words])
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    return 0
+
+
+@app.command(context_settings=WORDS_ARE_OURS)
+def train(words: Words = None) -> None:
+    """Train a model as a config file says, on all local devices. `vembed train --help` lists the flags."""
+    _end(lambda: _train(words or []))
+
+
+@app.command()
+def eval(
+    ctx: typer.Context,
+    model: Annotated[
+        str, typer.Argument(help="A model folder (vembed's or any of Sentence Transformers) or a Hub name.")
+    ],
+    data: Annotated[str, typer.Argument(help="A BEIR-style folder, or a file of pairs or scored pairs.")],
+    dims: Annotated[str, typer.Option(help="Score at these sizes too, as 256,128. Default: the model's own.")] = "",
+    ks: Annotated[str, typer.Option(help="Cut-offs of the metrics.")] = "1,5,10,100",
+    task: Annotated[str, typer.Option(help="auto, retrieval or similarity.")] = "auto",
+    split: Annotated[str | None, typer.Option(help="Which qrels of a BEIR-style folder. Default: test.")] = None,
+    json_file: Annotated[str | None, typer.Option("--json", help="Write the scores to this file too.")] = None,
+    column_mapping: Annotated[str, typer.Option(help="As the option of that name: {question: query}.")] = "",
+    on_bad_record: Annotated[str, typer.Option(help="stop or skip.")] = "stop",
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Padded tokens that go through the model at once.")
+    ] = None,
+    torch_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    nproc: Nproc = 1,
+) -> None:
+    """Score a model: nDCG, MRR, Recall and MAP over the whole corpus, or correlations for scored pairs."""
+
+    def call() -> int | None:
+        options: dict[str, Any] = {
+            "dims": _numbers("--dims", dims) or None,
+            "ks": _numbers("--ks", ks),
+            "task": _word("--task", task, ("auto", "retrieval", "similarity")),
+            "column_mapping": _option("column_mapping", column_mapping) if column_mapping else None,
+            "on_bad_record": _word("--on-bad-record", on_bad_record, ("stop", "skip")),
+            "torch_dtype": _option("torch_dtype", torch_dtype),
+        }
+        if (code := _share(ctx, nproc)) is not None:
+            return code
+        from vembed.tools.evaluate import run_evaluate
+
+        run_evaluate(
+            model,
+            data,
+            split=split,
+            json_file=json_file,
+            batch_tokens=batch_tokens,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
+        return 0
+
+    _end(call)
+
+
+@app.command()
+def encode(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(help="A model folder or a Hub name.")],
+    input_file: Annotated[
+        str, typer.Argument(metavar="INPUT", help="Texts (one per line) or JSONL; - is standard input.")
+    ],
+    output: Annotated[str, typer.Argument(help="Where to write: NAME.npy or NAME.parquet.")],
+    kind: Annotated[str, typer.Option(help="query or document: which of the model's prompts to use.")] = "document",
+    column: Annotated[str | None, typer.Option(help="The field of a JSONL record that holds the text.")] = None,
+    input_format: Annotated[str, typer.Option(help="auto, jsonl or text.")] = "auto",
+    truncate_dim: Annotated[int | None, typer.Option(min=1, help="Keep only the first so many numbers.")] = None,
+    normalize: Annotated[bool | None, typer.Option(help="Vectors of length 1. Default: as the model says.")] = None,
+    image_root: Annotated[str | None, typer.Option(help="Where relative image paths start, and must stay.")] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Padded tokens that go through the model at once.")
+    ] = None,
+    torch_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    nproc: Nproc = 1,
+) -> None:
+    """Turn a file of texts or records into embeddings, in the order of the file."""
+
+    def call() -> int | None:
+        options: dict[str, Any] = {
+            "kind": _word("--kind", kind, ("query", "document")),
+            "input_format": _word("--input-format", input_format, ("auto", "jsonl", "text")),
+            "torch_dtype": _option("torch_dtype", torch_dtype),
+        }
+        if (code := _share(ctx, nproc)) is not None:
+            return code
+        from vembed.tools.encode import run_encode
+
+        run_encode(
+            model,
+            input_file,
+            output,
+            truncate_dim=truncate_dim,
+            normalize=normalize,
+            column=column,
+            batch_tokens=batch_tokens,
+            image_root=image_root,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
+        return 0
+
+    _end(call)
+
+
+@app.command()
+def demo(
+    options: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE] ...", help="Options as of train.")] = None,
+    output: Annotated[str, typer.Option("--output", help="Folder for data, config and run.")] = "demo",
+    quick: Annotated[bool, typer.Option("--quick", help="30 seconds: everything happens, little is learned.")] = False,
+) -> None:
+    """Train a small model on the functions of this Python's standard library: real data and weights, no network."""
+
+    def call() -> None:
+        from vembed.tools.demo import run_demo
+
+        run_demo(output, quick, options or [])
+
+    _end(call)
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CFG]", help="Check the machine for this config too.")
+    ] = None,
+    nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Default: one per GPU, or 2 on the CPU.")] = None,
+) -> None:
+    """Versions and devices, then a real sharded self-test on several processes. Exit code 0 or 1."""
+
+    def call() -> int:
+        from vembed.tools.doctor import run_doctor
+
+        return run_doctor(config, nproc)
+
+    _end(call)
+
+
+@app.command(context_settings=WORDS_ARE_OURS)
+def plan(words: Words = None) -> None:
+    """Predict the memory of each process for a config, and the settings that fit, without loading the model."""
+
+    def call() -> int:
+        from vembed.tools.plan import run_plan
+
+        # As a dry run: it needs no machine's number, and may speak of GPUs that are elsewhere.
+        return run_plan(_arguments("plan", plan.__doc__, [*(words or []), "--dry-run"]))
+
+    _end(call)
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="The final/ folder of a run, or an adapter.")],
+    output: Annotated[str, typer.Argument(help="A new folder.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into the weights.")] = False,
+) -> None:
+    """Copy a trained model into a folder of its own, with its adapter merged where asked."""
+
+    def call() -> None:
+        from vembed.tools.export import run_export
+
+        run_export(model, output, merge=merge)
+
+    _end(call)
+
+
+@app.command()
+def init(
+    family: Annotated[str, typer.Option(help="Kind of model: text_encoder, text_decoder, clip, ...")] = "text_encoder",
+    data: Annotated[str, typer.Option(help="Training data; its first records are looked at.")] = "train.jsonl",
+    val_data: Annotated[str | None, typer.Option(help="Validation data.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub name or folder. Default: a good one of that kind.")] = None,
+    output: Annotated[str, typer.Option(help="The config to write.")] = "vembed.yaml",
+    force: Annotated[bool, typer.Option("--force", help="Write over an existing file.")] = False,
+) -> None:
+    """Write a commented starter config for a kind of model and a data file."""
+
+    def call() -> None:
+        from vembed.tools.init import run_init
+
+        path = run_init(family, data, output, model=model, val_data=val_data, force=force)
+        sys.stdout.write(f"wrote {path}; train with: vembed train {path}\n")
+
+    _end(call)
+
+
+@app.command(context_settings=WORDS_ARE_OURS)
+def config(words: Words = None) -> None:
+    """Print the resolved config, with where each value comes from. Takes the words of train."""
+
+    def call() -> None:
+        from vembed.tools.show_config import config_text
+
+        sys.stdout.write(config_text(_arguments("config", config.__doc__, words or [])))
+
+    _end(call)
+
+
+@app.command()
+def schema(
+    form: Annotated[
+        str, typer.Option("--format", help="json, for editors; or markdown, the page of options.")
+    ] = "json",
+) -> None:
+    """Print the JSON schema of a config, with which editors complete and check it."""
+
+    def call() -> None:
+        from vembed.tools.show_config import schema_text
+
+        sys.stdout.write(schema_text(_word("--format", form, ("json", "markdown"))))
+
+    _end(call)
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of vembed, Python and the libraries it stands on."""
+    _end(_print_versions)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        _end(_print_versions)
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="As the verb version.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+def _print_versions() -> None:
+    import platform
+    from importlib.metadata import version as version_of
+
+    import vembed
+
+    sys.stdout.write(f"vembed {vembed.__version__}\npython {platform.python_version()}\n")
+    for name in ("torch", "transformers", "accelerate", "peft"):
+        sys.stdout.write(f"{name} {version_of(name)}\n")
+
+
+def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
+    from vembed.config.arguments import parse_train_arguments, train_help
+
+    if {"-h", "--help"} & set(words):
+        sys.stdout.write(train_help())
+        return 0
+    arguments = parse_train_arguments(words)
+    from vembed.tools.train import run_train
+
+    return run_train(arguments, starts_processes=starts_processes)
+
+
+def _arguments(verb: str, about: str | None, words: Sequence[str]) -> TrainArguments:
+    """The words of a verb that takes those of train."""
+    from vembed.config.arguments import parse_train_arguments
+
+    if {"-h", "--help"} & set(words):
+        sys.stdout.write(f"Usage: vembed {verb} CFG [KEY=VALUE | --OPTION VALUE] ...\n\n{about}\n")
+        raise typer.Exit(0)
+    return parse_train_arguments(words)
+
+
+def _end(function: Callable[[], int | None]) -> NoReturn:
+    raise typer.Exit(guarded(function))
+
+
+def _say_error(error: Exception, code: int) -> int:
+    _say(f"error: {error}\n")
+    return code
+
+
+def _say(text: str) -> None:
+    """The exit code says it too, where the terminal is closed."""
+    with suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _share(ctx: typer.Context, nproc: int) -> int | None:
+    """Start the same command on several processes and return its exit code; None where this is one of them."""
+    if nproc == 1 or os.environ.get("LOCAL_RANK"):
+        return None
+    from vembed.distributed.launch import launch, rank_environments
+
+    verb = ctx.info_name or ""
+    words = sys.argv[sys.argv.index(verb) :] if verb in sys.argv else [verb, *sys.argv[1:]]
+    return launch([sys.executable, "-m", "vembed", *words], rank_environments(nproc))
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise UserError(f"{flag} {text}: give whole numbers, as 256,128") from None
+
+
+def _word(flag: str, word: str, words: Sequence[str]) -> Any:
+    if word not in words:
+        raise UserError(f"{flag} {word}: give one of {', '.join(words)}")
+    return word
+
+
+def _option(name: str, text: str) -> Any:
+    """A value as the option of the config takes it."""
+    from vembed.config.options import checked
+    from vembed.config.spelling import from_text, normalise
+
+    try:
+        return checked(name, normalise(name, from_text(name, text)))
+    except ValueError as error:
+        raise UserError(str(error)) from None

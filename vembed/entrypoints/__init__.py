@@ -1,0 +1,1 @@
+"""What accelerate launch, torchrun and python -m start."""

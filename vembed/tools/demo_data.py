@@ -1,0 +1,112 @@
+"""The demo's data: docstrings and functions of the running Python's standard library, split by module."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from vembed.errors import UserError
+
+MIN_QUERY_WORDS = 3
+MAX_QUERY_CHARACTERS = 1000
+MIN_BODY_STATEMENTS = 1
+SKIPPED_FOLDERS = frozenset(
+    {"__pycache__", "ensurepip", "idlelib", "lib2to3", "site-packages", "dist-packages", "test", "tests", "turtledemo"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A function of the standard library: what its docstring promises and how it is written."""
+
+    module: str
+    query: str
+    positive: str
+
+
+def standard_library_pairs(folder: Path | None = None) -> list[Pair]:
+    """All usable pairs, ordered by module and line; the same list on every run of one Python. Equal queries or equal
+    functions are kept once, so that nothing relevant is counted as wrong."""
+    root = folder or Path(sysconfig.get_path("stdlib"))
+    pairs = []
+    seen: set[str] = set()
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
+        relative = path.relative_to(root)
+        if SKIPPED_FOLDERS.isdisjoint(relative.parts) and not _is_test(relative):
+            for pair in _pairs_of_file(path, ".".join(relative.with_suffix("").parts)):
+                if pair.query not in seen and pair.positive not in seen:
+                    seen.update((pair.query, pair.positive))
+                    pairs.append(pair)
+    return pairs
+
+
+def split_by_module(pairs: list[Pair], num_train: int, num_val: int) -> tuple[list[Pair], list[Pair]]:
+    """`num_train` and `num_val` pairs without a top-level package in common. Packages go to validation in the order of
+    a hash of their names until it is full; pairs beyond the numbers are left out evenly, not from one module."""
+    packages: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        packages.setdefault(pair.module.split(".")[0], []).append(pair)
+    # a few packages (tkinter, asyncio) are a tenth of everything: cap them so that validation is about many modules
+    order = sorted(packages, key=_hash)
+    validation: list[Pair] = []
+    rest: list[Pair] = []
+    for package in order:
+        target = validation if len(validation) < num_val and len(packages[package]) <= num_val // 5 else rest
+        target.extend(packages[package])
+    if len(rest) < num_train or len(validation) < num_val:
+        raise UserError(
+            f"This Python's standard library gives {len(rest):,d} training and {len(validation):,d} validation pairs, "
+            f"and the demo needs {num_train:,d} and {num_val:,d}: is it installed without its sources or docstrings?"
+        )
+    return _thin(rest, num_train), _thin(validation, num_val)
+
+
+def write_pairs(pairs: list[Pair], path: Path) -> None:
+    """One JSON object per line, as any training file of vembed."""
+    lines = (json.dumps({"query": pair.query, "positive": pair.positive}) for pair in pairs)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def _thin(pairs: list[Pair], number: int) -> list[Pair]:
+    """The pairs with the smallest hashes, in their old order."""
+    kept = set(sorted(range(len(pairs)), key=lambda index: _hash(pairs[index].positive))[:number])
+    return [pair for index, pair in enumerate(pairs) if index in kept]
+
+
+def _is_test(relative: Path) -> bool:
+    return any(part.startswith("test_") or part.endswith("_test") for part in relative.with_suffix("").parts)
+
+
+def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
+    try:
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+    except (SyntaxError, UnicodeDecodeError):  # a few files exist to be broken (lib2to3's and encodings' samples)
+        return
+    lines = source.splitlines(keepends=True)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for node in sorted(functions, key=lambda node: node.lineno):
+        docstring = ast.get_docstring(node)
+        if docstring is None or len(node.body) - 1 < MIN_BODY_STATEMENTS:
+            continue
+        query = " ".join(docstring.split("\n\n")[0].split())
+        if len(query.split()) >= MIN_QUERY_WORDS and len(query) <= MAX_QUERY_CHARACTERS:
+            yield Pair(module, query, _without_docstring(node, lines))
+
+
+def _without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
+    """The function as it is written, comments included, less the lines of its docstring and less its indentation."""
+    first = node.body[0]
+    end = node.end_lineno or node.lineno
+    kept = lines[node.lineno - 1 : first.lineno - 1] + lines[first.end_lineno or first.lineno : end]
+    indent = " " * node.col_offset
+    return "".join(line.removeprefix(indent) for line in kept).rstrip()

@@ -1,0 +1,238 @@
+"""`vembed encode`: a file of texts or records in, one embedding per line out, in the order of the input."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from rich.console import Console
+
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import BadRecord, Item, Kind
+from vembed.data.images import ImageRoot
+from vembed.data.messages import listed
+from vembed.distributed import collectives
+from vembed.distributed.session import Session, start_session
+from vembed.errors import UserError
+from vembed.evaluation.dataset import titled_text
+from vembed.evaluation.embedder import Embedder
+from vembed.evaluation.encoding import encode_items
+from vembed.evaluation.progress import ProgressReport, duration
+from vembed.tools.vector_files import check_target, vector_writer
+
+CHUNK_LINES = 65_536
+"""Lines that are read, sorted by length, encoded and written together; memory does not grow with the file."""
+TEXT_COLUMNS = ("text", "query", "positive", "document", "sentence")
+"""Fields that are taken for the text of a record when nobody names one; the first that is there. A title goes before
+`text`, as in evaluation."""
+ID_COLUMNS = ("_id", "id")
+BOM = b"\xef\xbb\xbf"
+
+Format = Literal["auto", "jsonl", "text"]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What was written."""
+
+    path: Path
+    num_rows: int
+    num_dims: int
+    seconds: float
+
+
+def run_encode(
+    model: str,
+    input: str,
+    output: str,
+    kind: Kind = "document",
+    *,
+    truncate_dim: int | None = None,
+    normalize: bool | None = None,
+    column: str | None = None,
+    input_format: Format = "auto",
+    batch_tokens: int | None = None,
+    image_root: str | None = None,
+    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    trust_remote_code: bool = False,
+) -> Encoded:
+    """Encode every line of `input` (`-` is standard input) into `output` (.npy or .parquet).
+
+    Runs on as many processes as were started: the first one reads and writes, all encode. Vectors have length 1 where
+    the model says so, also after `truncate_dim`; `normalize` decides otherwise.
+    """
+    target = check_target(output)
+    console = Console(stderr=True)
+    config = TrainConfig(model_name=model, data_path=[], strategy="ddp")  # a whole model on each process
+    with start_session(config) as session:
+        lines = _Lines(input, session)
+        embedder = Embedder(
+            model,
+            device=session.device,
+            torch_dtype=torch_dtype,
+            truncate_dim=truncate_dim,
+            trust_remote_code=trust_remote_code,
+        )
+        unit = embedder.description.normalize if normalize is None else normalize
+        parser = _Parser(input, column, input_format, image_root)
+        num_dims = embedder.truncate_dim or embedder.description.embedding_dim
+        began = time.monotonic()
+        with (
+            vector_writer(target, num_dims, active=session.is_main) as writer,
+            ProgressReport("encoding", active=session.is_main, console=console) as progress,
+        ):
+            done = 0
+            for first, chunk in lines:
+                records = [parser.record(line, first + place) for place, line in enumerate(chunk)]
+
+                def report(part: int, _: int, before: int = done) -> None:
+                    progress(before + part, lines.total)
+
+                embeddings = encode_items(
+                    embedder.model,
+                    embedder.featuriser,
+                    [item for item, _ in records],
+                    kind,
+                    budget_tokens=batch_tokens,
+                    session=session,
+                    normalize=unit,
+                    truncate_dim=embedder.truncate_dim,
+                    progress=report,
+                )
+                writer.write(embeddings, [identity for _, identity in records])
+                done += len(chunk)
+        seconds = time.monotonic() - began
+        result = Encoded(target, done, num_dims, seconds)
+        if session.is_main:
+            console.print(
+                f"{target}: {result.num_rows:,d} x {result.num_dims:,d} float32, in {duration(seconds)} "
+                f"({done / max(seconds, 1e-9):,.0f}/s)",
+                markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
+    return result
+
+
+class _Lines:
+    """Chunks of lines with the number of the first, read by the first process and handed to all."""
+
+    def __init__(self, source: str, session: Session) -> None:
+        self.source = source
+        self.session = session
+        found = {"total": None, "error": None}
+        if session.is_main and source != "-":
+            found = _count_lines(Path(source))
+        found = collectives.broadcast_json(found)
+        if found["error"]:
+            raise UserError(found["error"])
+        self.total: int | None = found["total"]
+
+    def __iter__(self) -> Iterator[tuple[int, list[str]]]:
+        with ExitStack() as stack:
+            file = None
+            if self.session.is_main:
+                file = sys.stdin.buffer if self.source == "-" else stack.enter_context(Path(self.source).open("rb"))
+            first = 1
+            while True:
+                chunk: list[str] = collectives.broadcast_json(_decoded(file) if file is not None else [])
+                if not chunk:
+                    return
+                yield first, chunk
+                first += len(chunk)
+
+
+def _decoded(file: BinaryIO) -> list[str]:
+    """The next lines without their ends. Bytes that are no UTF-8 become lone surrogates, which the parser refuses with
+    the number of the line."""
+    lines = itertools.islice(file, CHUNK_LINES)
+    return [line.removeprefix(BOM).decode("utf-8", "surrogateescape").rstrip("\r\n") for line in lines]
+
+
+def _count_lines(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            total, last = 0, b"\n"
+            while block := file.read(2**20):
+                total, last = total + block.count(b"\n"), block[-1:]
+            return {"total": total + (last != b"\n"), "error": None}
+    except OSError as error:
+        return {"total": None, "error": f"{path} cannot be read: {error.strerror}"}
+
+
+class _Parser:
+    """One line to an item and its id."""
+
+    def __init__(self, source: str, column: str | None, given: Format, image_root: str | None) -> None:
+        self.source = "standard input" if source == "-" else source
+        self.column = column
+        self.format = given
+        if given == "auto" and source != "-":
+            self.format = "jsonl" if Path(source).suffix in (".jsonl", ".ndjson", ".json") else "text"
+        folder = image_root or (str(Path(source).absolute().parent) if source != "-" else ".")
+        self.images = ImageRoot(folder, allow_urls=False)
+
+    def record(self, line: str, number: int) -> tuple[Item, str | None]:
+        """What stands on a line; a `UserError` names one that cannot be encoded."""
+        where = f"{self.source}:{number}"
+        if not line.strip():
+            raise UserError(f"{where} is empty, and every line has to give one embedding; remove it")
+        if not line.isascii():
+            try:
+                line.encode()
+            except UnicodeEncodeError as error:
+                raise UserError(f"{where} is not UTF-8 text; save the file as UTF-8") from error
+        if self.format == "auto":  # standard input: the first line tells
+            self.format = "jsonl" if line.lstrip()[0] in '{"' else "text"
+        if self.format == "text":
+            return Item(text=line), None
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where} is not JSON ({error}); for plain text use --input-format text") from error
+        identity = None
+        if isinstance(value, dict):
+            found = next((value[name] for name in ID_COLUMNS if value.get(name) is not None), None)
+            identity = None if found is None else str(found)
+        try:
+            return self._item(value), identity
+        except BadRecord as error:
+            raise UserError(f"{where}: {error}") from error
+
+    def _item(self, value: Any) -> Item:
+        if isinstance(value, dict):
+            if self.column is not None:
+                if value.get(self.column) is None:
+                    raise BadRecord(f"no field {self.column} (it has {listed(value)})")
+                return self._of_field(value[self.column], self.column)
+            if value.get("image") is None:
+                name = next((name for name in TEXT_COLUMNS if value.get(name) is not None), None)
+                if name is None:
+                    raise BadRecord(
+                        f"none of the fields {', '.join(TEXT_COLUMNS)} (it has {listed(value)}): use --column"
+                    )
+                if name == "text" and isinstance(value.get("title"), str):  # a document of a BEIR folder
+                    return self._of_field(titled_text(value), name)
+                return self._of_field(value[name], name)
+        return self._of_field(value, "the record")
+
+    def _of_field(self, value: Any, name: str) -> Item:
+        if isinstance(value, dict):
+            text = value.get("text")
+            given = value.get("image")
+            images = [] if given is None else given if isinstance(given, list) else [given]
+            if (text is not None and not isinstance(text, str)) or not all(isinstance(one, str) for one in images):
+                raise BadRecord(f"{name} has a text or image that is no string")
+            if images:
+                return Item(text=text or None, images=tuple(self.images.reference(image) for image in images))
+            value = text
+        if not isinstance(value, str):
+            raise BadRecord(f"{name} is no text")
+        if not value.strip():
+            raise BadRecord(f"{name} is empty")
+        return Item(text=value)

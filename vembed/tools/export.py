@@ -1,0 +1,32 @@
+"""`vembed export`: a trained model in a folder of its own, its adapter merged into the weights where asked."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from vembed.errors import UserError
+
+log = logging.getLogger("vembed")
+
+
+def run_export(model: str, output: str, *, merge: bool = False) -> Path:
+    """Copy `model` (the final/ of a run, or an adapter) to the new folder `output`; with `merge`, whole weights."""
+    target = Path(output)
+    if target.exists():
+        raise UserError(f"{target} exists already; give a new folder")
+    from vembed.models.sources import read_model  # late: torch takes seconds, and the mistake above does not
+
+    files = read_model(model)
+    if not merge:
+        shutil.copytree(files.folder, target)
+        return target
+    if files.adapter is None:
+        raise UserError(f"{model} holds whole weights and no adapter to merge; leave out --merge to copy it")
+    from vembed.models.embedder import load_embedder
+    from vembed.models.files import save_model
+
+    embedder = load_embedder(model)
+    state = embedder.state_dict()
+    return save_model(target, embedder.description, embedder.backbone, embedder.head, state)

@@ -1,0 +1,180 @@
+"""What each process of `vembed doctor` runs: a small model through everything that a sharded run does."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
+
+from vembed.config.schema import TrainConfig
+from vembed.distributed import collectives, fsdp, memory
+from vembed.distributed.environment import read_place
+from vembed.distributed.session import Session, start_session
+from vembed.models.description import ModelDescription
+from vembed.models.embedder import EmbeddingModel
+
+TIMEOUT_MINUTES = 0.5
+TOLERANCE = 1e-4
+LAYER = "LlamaDecoderLayer"
+HIDDEN = 64
+EDITED = "backbone.layers.0.mlp.down_proj.weight"
+
+
+def main() -> int:
+    """Run all checks; one line each from rank 0, and from any rank that finds a fault."""
+    place = read_place()
+    with tempfile.TemporaryDirectory() as folder:
+        with check("start", place.rank) as found:
+            small_config().save_pretrained(folder)
+            config = TrainConfig(
+                model_name=folder,
+                data_path=[],
+                use_fsdp=True,
+                mixed_precision="no",
+                dist_timeout_minutes=TIMEOUT_MINUTES,
+            )
+            session = start_session(config)
+            total = collectives.sum_ints([1])[0]
+            found.append(_started(session, total))
+            if total != place.world_size:
+                raise RuntimeError(f"{total} processes answered instead of {place.world_size}")
+        with session:
+            _run(session, Path(folder) / "model.safetensors")
+    return 0
+
+
+def _run(session: Session, path: Path) -> None:
+    rank, world_size = session.rank, session.world_size
+    _say(rank, "Loading model with FSDP...")
+    with check("shard", rank) as found:
+        whole = small_model().to(session.device)
+        model = session.prepare(small_model(), (LAYER,))
+        held = fsdp.local_bytes(model)["parameters"] / fsdp.local_bytes(whole)["parameters"]
+        if held > 1.1 / world_size:
+            raise RuntimeError(f"this process holds {held:.0%} of the model, which should be 1/{world_size}")
+        found.append(f"* Model loaded successfully with FSDP ({held:.0%} of it on each process)")
+    _say(rank, "Testing basic operations...")
+    with check("forward", rank) as found:
+        output = model(_inputs(rank, session.device))[0]
+        _compare(output.detach(), whole(_inputs(rank, session.device))[0].detach(), "embeddings")
+        found.append("* forward: embeddings equal those of the whole model")
+    with check("backward", rank) as found:
+        (output.square().sum() * world_size).backward()
+        if session.strategy != "fsdp":
+            collectives.all_reduce_gradients(model.parameters())
+        for other in range(world_size):
+            whole(_inputs(other, session.device))[0].square().sum().backward()
+        ours, theirs = fsdp.global_grad_norm(model), fsdp.global_grad_norm(whole)
+        _compare(ours, theirs, "gradient norms")
+        found.append(f"* backward: gradient norm {float(ours):.4f} equals that of one process on all inputs")
+    with check("step", rank) as found:
+        for one in (model, whole):
+            torch.optim.AdamW(one.parameters(), lr=1e-3).step()
+        found.append("* step: AdamW on shards")
+    with check("gather", rank) as found:
+        state = fsdp.full_state_dict(model)
+        if rank == 0:
+            for name, value in whole.state_dict().items():
+                _compare(state[name], value.cpu(), name)
+        rows = collectives.all_gather_rows(torch.full((rank, 2), float(rank), device=session.device))
+        if rows.shape[0] != sum(range(world_size)):
+            raise RuntimeError(f"{rows.shape[0]} rows were gathered instead of {sum(range(world_size))}")
+        found.append("* gather: the full weights equal those of one process; uneven rows arrive in order")
+    with check("save", rank) as found:
+        if rank == 0:
+            save_file(state, path)
+        collectives.barrier()
+        found.append("* save: full weights written by rank 0, the others took part")
+    with check("load", rank) as found:
+        if rank == 0:
+            fresh = small_model()
+            fresh.load_state_dict(load_file(path))
+            expected = whole(_inputs(0, session.device))[0].detach().cpu()
+            _compare(fresh(_inputs(0))[0].detach(), expected, "embeddings")
+        collectives.barrier()
+        found.append("* load: the saved weights give the same embeddings in one process")
+    with check("weight edit", rank) as found:
+        fsdp.edit_weight(model, EDITED, _project_out)
+        edited = fsdp.full_state_dict(model)
+        if rank == 0:
+            _compare(edited[EDITED], _project_out(state[EDITED]), EDITED)
+        collectives.barrier()
+        found.append("* weight edit: W - v v^T W on shards equals it on the whole weight")
+    _say(rank, "Testing FSDP-aware memory management...")
+    with check("memory", rank) as found:
+        memory.fsdp_empty_cache()
+        found.extend(memory.memory_lines())
+        found.append("* memory: measured on every process, caches emptied together")
+
+
+def small_config() -> LlamaConfig:
+    """A tiny Llama."""
+    return LlamaConfig(
+        vocab_size=512, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+
+
+def small_model() -> EmbeddingModel:
+    """The tiny Llama as an embedder, the same on every process."""
+    description = ModelDescription(
+        family="text_decoder", source="", embedding_dim=HIDDEN, hidden_dim=HIDDEN, pooling="mean", lanes=("text",),
+        layer_classes=(LAYER,), max_length=64,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        backbone: nn.Module = LlamaModel(small_config())
+    return EmbeddingModel(description, backbone)
+
+
+@contextmanager
+def check(name: str, rank: int) -> Iterator[list[str]]:
+    """Rank 0 prints what the check found and that it passed; a rank where it fails says so and ends."""
+    found: list[str] = []
+    try:
+        yield found
+    except Exception as error:
+        _say(0, f"* {name}: FAIL on rank {rank}: {type(error).__name__}: {error}")
+        raise SystemExit(1) from error
+    for line in found[:-1]:
+        _say(rank, line)
+    _say(rank, f"{found[-1]}: pass")
+
+
+def _started(session: Session, total: int) -> str:
+    if session.strategy == "fsdp":
+        return f"* FSDP initialized with {total} processes ({torch.distributed.get_backend()}, {session.device.type})"
+    return f"* Started with {total} process, so nothing is sharded ({session.device.type})"
+
+
+def _inputs(rank: int, device: torch.device | str = "cpu") -> list[tuple[str, dict[str, Tensor]]]:
+    ids = (torch.arange(3 * (5 + rank)) * 37 % 512).view(3, 5 + rank).to(device)
+    return [("text", {"input_ids": ids, "attention_mask": torch.ones_like(ids)})]
+
+
+def _project_out(weight: Tensor) -> Tensor:
+    direction = nn.functional.normalize(torch.arange(1.0, weight.shape[0] + 1), dim=0).to(weight)
+    return weight - torch.outer(direction, direction @ weight)
+
+
+def _compare(ours: Tensor, theirs: Tensor, what: str) -> None:
+    difference = float((ours - theirs).abs().max())
+    if not difference <= TOLERANCE * max(1.0, float(theirs.abs().max())):
+        raise RuntimeError(f"{what} differ from those of one process by {difference:.3g}")
+
+
+def _say(rank: int, line: str) -> None:
+    if rank == 0:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,244 @@
+"""`vembed train`: resolve the config, decide how many processes, and train here or start them, or only say so."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vembed.config.accelerate_file import AccelerateFile, read_accelerate_file
+from vembed.config.arguments import TrainArguments
+from vembed.config.fsdp import chosen_strategy, resolve_fsdp, resolve_gradient_checkpointing
+from vembed.config.loading import ResolvedConfig, render, resolve_config
+from vembed.config.rules import batch_size_per_process
+from vembed.config.schema import TrainConfig
+from vembed.distributed.environment import GROUP, Place, read_place
+from vembed.distributed.launch import DEFAULT_PORT, launch, num_visible_devices, rank_environments
+from vembed.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """The processes of a run."""
+
+    num_processes: int
+    """On this machine."""
+    reason: str
+    num_machines: int = 1
+    machine_rank: int = 0
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    changes: Mapping[str, str] | None = None
+    """Environment variables that the processes get besides."""
+
+    @property
+    def world_size(self) -> int:
+        """Processes on all machines."""
+        return self.num_processes * self.num_machines
+
+
+def run_train(arguments: TrainArguments, env: Mapping[str, str] = os.environ, *, starts_processes: bool = True) -> int:
+    """Train on as many processes as the config and the machine say; returns the exit code.
+
+    As one of the processes that a launcher has started (torchrun, accelerate launch, ourselves), and where one process
+    is all there is, training happens here, and raises what it raises. `starts_processes=False`: a plain process stays
+    one, whatever the machine has, unless a number is asked for.
+    """
+    resolved = resolve_config(arguments.source, arguments.overrides, stage=arguments.stage, env=env)
+    config = resolved.config
+    place = _place(arguments, config, env)
+    if place is not None:
+        plan = LaunchPlan(place.world_size, "set by the launcher")
+    else:
+        plan = plan_launch(config, arguments, env, starts_processes=starts_processes)
+    if not config.resume:
+        batch_size_per_process(config, plan.world_size)
+    if arguments.is_dry_run:
+        sys.stdout.write(describe_run(resolved, plan, arguments, env))
+        return 0
+    _check_start(config, resolved)
+    if place is not None or plan.world_size == 1:
+        os.environ.update(plan.changes or {})
+        return _train_here(resolved)
+    return launch(_command(arguments), _environments(plan, env))
+
+
+def plan_launch(
+    config: TrainConfig,
+    arguments: TrainArguments,
+    env: Mapping[str, str] = os.environ,
+    *,
+    starts_processes: bool = True,
+) -> LaunchPlan:
+    """How many processes on how many machines, and why: the command line, then the config, then the Accelerate file."""
+    file = read_accelerate_file(config.accelerate_config) if config.accelerate_config else None
+    changes = _device_changes(file)
+    num_devices = num_visible_devices(dict(env) | changes) if starts_processes else 0
+    num_machines = config.num_machines
+    if file is not None and "num_machines" not in config.model_fields_set:
+        num_machines = file.num_machines
+    num_processes, reason = _processes_here(config, file, num_devices, starts_processes)
+    if num_devices and num_processes > num_devices and not arguments.is_dry_run:
+        raise UserError(
+            f"{num_processes} processes ({reason}), but this machine shows {num_devices} GPU(s): give --nproc "
+            f"{num_devices}, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on the CPU"
+        )
+    if config.strategy == "single" and num_processes * num_machines > 1:
+        raise UserError(
+            f"strategy: single is one process, but {num_processes * num_machines} were asked for ({reason}): "
+            "leave strategy out, or the number"
+        )
+    plan = LaunchPlan(num_processes, reason, num_machines, changes=changes)
+    return plan if num_machines == 1 else _among_machines(plan, arguments, file)
+
+
+def describe_run(
+    resolved: ResolvedConfig, plan: LaunchPlan, arguments: TrainArguments, env: Mapping[str, str] = os.environ
+) -> str:
+    """What `--dry-run` prints: the merged config, the decisions, and what would be launched."""
+    config = resolved.config
+    strategy = chosen_strategy(config, env)
+    fsdp, notes = resolve_fsdp(config, env)
+    checkpointing, why = resolve_gradient_checkpointing(config, env)
+    lines = [render(config, resolved.origins).rstrip(), ""]
+    lines += [f"translated: {line}" for line in resolved.translated]
+    lines += [f"note: {line}" for line in (*resolved.notes, *(notes if strategy != "auto" else ()))]
+    if plan.world_size == 1:
+        lines.append(
+            f"strategy: single (one process{'' if strategy == 'auto' else f', although {strategy} was asked for'})"
+        )
+    elif strategy == "auto":
+        lines.append("strategy: auto (decided by the size of the model: ddp where it fits, fsdp where it does not)")
+    else:
+        lines.append(f"strategy: {strategy}")
+    if fsdp is not None and strategy == "fsdp":
+        offload = ", offloaded to host memory" if fsdp.offload else ""
+        lines.append(
+            f"fsdp: version {fsdp.version}, {fsdp.sharding_strategy}, {fsdp.wrap_policy}{offload} ({fsdp.source})"
+        )
+    lines.append(f"gradient checkpointing: {str(checkpointing).lower()} ({why})")
+    machines = f" on each of {plan.num_machines} machines" if plan.num_machines > 1 else ""
+    lines.append(f"world size: {plan.world_size} = {plan.num_processes} process(es){machines} ({plan.reason})")
+    per_process = config.batch_size if config.global_batch_size is None else config.global_batch_size / plan.world_size
+    total = config.global_batch_size or config.batch_size * plan.world_size
+    lines.append(f"global batch: {total:,d} = {plan.world_size} x {per_process:g} examples")
+    lines += [f"{name}: {value} ({_found(value)})" for name, value in _paths(config)]
+    lines.append("would run: " + _shown_command(plan, arguments))
+    return "\n".join(lines) + "\n"
+
+
+def _place(arguments: TrainArguments, config: TrainConfig, env: Mapping[str, str]) -> Place | None:
+    """The place of this process among those that a launcher has started; None where it is for us to start them."""
+    if all(env.get(name) for name in GROUP):
+        return read_place(env)
+    if "ACCELERATE_MIXED_PRECISION" in env and not env.get("WORLD_SIZE"):
+        return Place()  # `accelerate launch` has decided on one process, and sets no rank then
+    asked = arguments.machine_rank is not None or arguments.main_process_ip is not None or config.num_machines > 1
+    # Cluster systems set some of the variables for each machine, in a meaning of their own: flags say it plainly.
+    if asked or env.get("WORLD_SIZE", "1") == "1":
+        return None
+    if env.get("LOCAL_RANK") is None:
+        raise UserError(
+            f"WORLD_SIZE={env['WORLD_SIZE']} is set, but not LOCAL_RANK, so this is no process of torchrun or "
+            f"accelerate launch: for {env['WORLD_SIZE']} machines give --num-machines, --machine-rank and "
+            "--main-process-ip; for several processes here give --nproc; or unset WORLD_SIZE"
+        )
+    return read_place(env)
+
+
+def _device_changes(file: AccelerateFile | None) -> dict[str, str]:
+    if file is None:
+        return {}
+    if file.use_cpu:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    return {} if file.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": file.gpu_ids}
+
+
+def _processes_here(
+    config: TrainConfig, file: AccelerateFile | None, num_devices: int, starts_processes: bool
+) -> tuple[int, str]:
+    if config.num_processes != "auto":
+        return config.num_processes, "num_processes"
+    if config.strategy == "single":
+        return 1, "strategy: single"
+    if file is not None and file.num_processes is not None:
+        return file.num_processes, file.source
+    if not starts_processes:
+        return 1, "started as one"
+    return (num_devices, "one per GPU") if num_devices else (1, "no GPU here")
+
+
+def _among_machines(plan: LaunchPlan, arguments: TrainArguments, file: AccelerateFile | None) -> LaunchPlan:
+    ip = arguments.main_process_ip or (file.main_process_ip if file else None)
+    port = arguments.main_process_port or (file.main_process_port if file else None)
+    rank = arguments.machine_rank
+    missing = [flag for flag, value in (("--machine-rank", rank), ("--main-process-ip", ip)) if value is None]
+    if missing and not arguments.is_dry_run:
+        raise UserError(
+            f"num_machines: {plan.num_machines} needs {' and '.join(missing)}: start the same command on every "
+            f"machine, with its number (0 to {plan.num_machines - 1}) and the address of machine 0"
+        )
+    if rank is not None and rank >= plan.num_machines:
+        raise UserError(f"--machine-rank {rank} must be below num_machines: {plan.num_machines}; machines count from 0")
+    return replace(plan, machine_rank=rank or 0, main_process_ip=ip, main_process_port=port)
+
+
+def _check_start(config: TrainConfig, resolved: ResolvedConfig) -> None:
+    """A stage that starts from another one's result needs that result; a Hub name would be asked for instead."""
+    origin = resolved.origins["model_name"]
+    if ", result of " in origin and not Path(config.model_name).is_dir():
+        raise UserError(
+            f"{config.model_name} ({origin}) is not there: train that stage first, or give this one a model_name"
+        )
+
+
+def _train_here(resolved: ResolvedConfig) -> int:
+    from vembed.training.run import train
+
+    train(resolved)
+    return 0
+
+
+def _command(arguments: TrainArguments) -> list[str]:
+    return [sys.executable, "-m", "vembed.entrypoints.train", *arguments.words()]
+
+
+def _environments(plan: LaunchPlan, env: Mapping[str, str]) -> list[dict[str, str]]:
+    return rank_environments(
+        plan.num_processes,
+        num_machines=plan.num_machines,
+        machine_rank=plan.machine_rank,
+        main_process_ip=plan.main_process_ip,
+        main_process_port=plan.main_process_port,
+        env=dict(env) | dict(plan.changes or {}),
+    )
+
+
+def _shown_command(plan: LaunchPlan, arguments: TrainArguments) -> str:
+    command = shlex.join(["python", "-m", "vembed.entrypoints.train", *arguments.shown_words()])
+    changes = "".join(f"{name}={value} " for name, value in (plan.changes or {}).items())
+    if plan.world_size == 1:
+        return f"{changes}{command} (in this process)"
+    first = plan.machine_rank * plan.num_processes
+    address = f"{plan.main_process_ip or ('127.0.0.1' if plan.num_machines == 1 else 'ADDRESS')}"
+    port = plan.main_process_port or (DEFAULT_PORT if plan.num_machines > 1 else "a free one")
+    ranks = f"ranks {first} to {first + plan.num_processes - 1} of {plan.world_size}"
+    return f"{changes}{command} ({ranks}, main process at {address}, port {port})"
+
+
+def _paths(config: TrainConfig) -> list[tuple[str, str]]:
+    sources = config.data_path if isinstance(config.data_path, list) else [config.data_path]
+    paths = [("data", source if isinstance(source, str) else source.path) for source in sources]
+    return paths + ([("validation data", config.val_data_path)] if config.val_data_path else [])
+
+
+def _found(path: str) -> str:
+    try:
+        if not Path(path).exists():
+            return "not here: a name on the Hub, or a path that is missing"
+        return f"{Path(path).stat().st_size:,d} bytes" if Path(path).is_file() else "a folder"
+    except (OSError, ValueError):
+        return "no name that a file can have"
