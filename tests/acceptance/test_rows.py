@@ -1,0 +1,157 @@
+"""Rows of the table that no room of the house shows by itself: packaging, variables, a run on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import vembed
+from tests import tiny
+from tests.docs.pages import ROOT
+from vembed.config.loading import load_config
+from vembed.distributed.launch import rank_environments
+from vembed.models import precision
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+STEPS = 6
+
+
+def test_extras_and_lower_bounds_A06_A07() -> None:
+    extras = {name: {Requirement(one).name for one in some} for name, some in PROJECT["optional-dependencies"].items()}
+    assert extras["fsdp"] == {"bitsandbytes", "torchao"}
+    assert {"demo", "gpu", "wandb", "dev", "docs"} <= set(extras)
+    floors = {one.name: one for one in map(Requirement, PROJECT["dependencies"])}
+    for name, floor in {"accelerate": "1.10.0", "datasets": "4.0.0", "huggingface-hub": "0.34.4"}.items():
+        assert Version(floor) in floors[name].specifier
+    for one in floors.values():
+        assert Version(version(one.name)) in one.specifier, one
+
+
+def test_variables_reach_every_process_A14_D35_E31_E33() -> None:
+    given = {"NCCL_DEBUG": "TRACE", "NCCL_SOCKET_IFNAME": "eth0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PATH": "/bin"}
+    for environment in rank_environments(3, env=given):
+        assert given.items() <= environment.items()
+
+
+def test_the_fourth_preset_of_document_c_is_a_config_of_three_lines_C17() -> None:
+    block = {"distributed": {"strategy": "ddp", "num_nodes": 4, "devices": 8, "sync_batchnorm": True}}
+    config = load_config({"model_name": "m", "data_path": "d", **block})
+    assert (config.strategy, config.num_machines, config.num_processes, config.sync_batchnorm) == ("ddp", 4, 8, True)
+
+
+@pytest.mark.parametrize("target", ["train-free-fsdp", "train-baseline-fsdp"])
+def test_make_targets_of_document_e_E02_E03(target: str) -> None:
+    command = ["make", "--no-print-directory", "-n", "-o", ".venv/.dev", target]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    words = done.stdout.strip().splitlines()[-1].split()
+    options = [word for word in words if re.match(r"\w+=", word) and not word.startswith("HF_")]
+    config = load_config({"model_name": "m", "data_path": "d"}, options)
+    assert "checkpoints/" in done.stdout
+    assert (config.use_fsdp, config.strategy) == ((True, "auto") if "free" in target else (False, "ddp"))
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------------
+
+
+def write_config(folder: Path, **more: Any) -> Path:
+    texts = tiny.texts(64, longest=20)
+    rows = [{"query": " ".join(text.split()[:3]), "positive": f"found: {text}"} for text in texts]
+    (folder / "data").mkdir(parents=True)
+    for name, some in (("train", rows[:48]), ("val", rows[48:])):
+        (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    config = {
+        "model_name": str(tiny.shared(tiny.tiny_bert)),
+        "data_path": "data/train.jsonl",
+        "val_data_path": "data/val.jsonl",
+        "output_dir": str(folder / "output"),
+        "max_steps": STEPS,
+        "learning_rate": 2.0e-3,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "micro_batch_tokens": 128,
+        "report_to": "none",
+        **more,
+    }
+    path = folder / "cfg.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def test_one_command_on_two_processes_A08_A22_D19_D20_D21_D38_D41_D44_E01_E24_E30_E32_E35_E38(tmp_path: Path) -> None:
+    one = tmp_path / "one"
+    vembed.train(write_config(one, global_batch_size=16))
+    two = tmp_path / "two"
+    config = write_config(two, batch_size=8, profile_steps=[5, 6])
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "vembed", "train", str(config), "--nproc", "2", "use_fsdp=true"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    alone, sharded = metrics(one / "output"), metrics(two / "output")
+    assert [line["step"] for line in sharded] == list(range(1, STEPS + 1))
+    for ours, theirs in zip(sharded, alone, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert max(line["learning_rate"] for line in sharded) == pytest.approx(2.0e-3)
+    assert [entry["rank"] for entry in sharded[-1]["memory"]] == [0, 1]
+
+    log = (two / "output" / "training_log.txt").read_text()
+    assert "global batch: 16 examples over 2 processes (8 each)" in log
+    total = int(re.search(r"Total: ([\d,]+)", log)[1].replace(",", ""))
+    held = [int(part.replace(",", "")) for part in re.search(r"Held by each rank: (.*)", log)[1].split(", ")]
+    assert all(number == pytest.approx(total / 2, rel=0.1) for number in held)
+    for step in range(1, STEPS + 1):
+        assert log.count(f"step {step}/{STEPS}  ") == 1
+    assert {path.name for path in (two / "output").glob("checkpoint-*")} == {
+        "checkpoint-2",
+        "checkpoint-4",
+        "checkpoint-6",
+    }
+    for rank in range(2):
+        assert json.loads((two / "output" / f"trace-rank{rank}.json").read_text())["traceEvents"]
+    texts = tiny.texts(5, seed=3)
+    vectors = [vembed.Embedder(folder / "output" / "final").encode(texts) for folder in (one, two)]
+    assert vectors[0] == pytest.approx(vectors[1], abs=1e-4)
+
+
+def test_accumulated_batches_have_only_their_own_negatives_C28(tmp_path: Path) -> None:
+    large = vembed.train(write_config(tmp_path / "large", batch_size=16, max_steps=1, save_steps=None))
+    small = vembed.train(
+        write_config(tmp_path / "small", batch_size=8, gradient_accumulation_steps=2, max_steps=1, save_steps=None)
+    )
+    losses = [metrics(result.output_dir)[0]["loss"] for result in (large, small)]
+    assert losses[1] < losses[0] - 0.1  # eight candidates are fewer to tell apart than sixteen
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_run_recomputes_layers_and_drops_out_C12_D22_E16(
+    checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    real = precision.checkpoint
+    monkeypatch.setattr(precision, "checkpoint", lambda *args, **more: calls.append(args) or real(*args, **more))
+    losses = []
+    for dropout in (0.0, 0.5):
+        folder = tmp_path / f"dropout-{dropout}"
+        more = {"gradient_checkpointing": checkpointing, "max_steps": 1, "batch_size": 8, "save_steps": None}
+        config = write_config(folder, **more, model_name=str(tiny.shared(tiny.tiny_bert, dropout=dropout)))
+        losses.append(metrics(vembed.train(config).output_dir)[0]["loss"])
+    assert bool(calls) == checkpointing
+    assert losses[0] != losses[1]

@@ -1,0 +1,99 @@
+"""What the documentation says: its pages, blocks of code, commands, spans of code and links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "examples" / "README.md",
+    ROOT / "examples" / "data" / "README.md",
+    ROOT / "tests" / "acceptance" / "README.md",
+]
+
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL
+)
+_SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
+_LINK = re.compile(r"!?\[(?:[^\]]|\](?!\())*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def text_of(page: Path) -> str:
+    """The page."""
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(*languages: str) -> list[Block]:
+    """All blocks of these languages, in order."""
+    found = []
+    for page in PAGES:
+        text = text_of(page)
+        for match in _FENCE.finditer(text):
+            if match["language"] in languages:
+                indent = match["indent"]
+                lines = [line.removeprefix(indent) for line in match["text"].splitlines()]
+                number = text.count("\n", 0, match.start()) + 1
+                found.append(Block(page, number, match["language"], "\n".join(lines) + "\n"))
+    return found
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks."""
+    return _FENCE.sub("", text_of(page))
+
+
+def spans(page: Path) -> list[str]:
+    """Code within the prose of a page; one that runs over two lines as one line."""
+    return [" ".join(span.split()) for span in _SPAN.findall(prose(page))]
+
+
+def links(page: Path) -> list[str]:
+    """Targets of the links of a page."""
+    return _LINK.findall(_SPAN.sub("", prose(page)))
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a part of the page may name, as Python-Markdown makes it."""
+    found: set[str] = set()
+    for heading in _HEADING.findall(prose(page)):
+        slug = re.sub(r"[^\w\s-]", "", heading).strip().lower()
+        found.add(re.sub(r"[-\s]+", "-", slug))
+    return found
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(place, words) of every command in blocks of shell and, where they are whole ones, in spans."""
+    found = []
+    for block in blocks("bash"):
+        text = block.text.replace("\\\n", " ")
+        for number, line in enumerate(text.splitlines(), block.line + 1):
+            for part in re.split(r"\s(?:&&|\|)\s", line):
+                if words := shlex.split(part, comments=True):
+                    found.append((f"{block.page.relative_to(ROOT)}:{number}", words))
+    for page in PAGES:
+        for span in spans(page):
+            starts = span.startswith(("vembed ", "accelerate launch ", "torchrun ", "bash "))
+            if starts and re.search(r"\.(yaml|sh|py)\b", span) and "..." not in span:
+                found.append((str(page.relative_to(ROOT)), shlex.split(span)))
+    return found

@@ -1,0 +1,192 @@
+"""Every YAML, every command and every piece of Python in README and docs does what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
+
+import vembed
+from tests import tiny
+from tests.docs.pages import ROOT, Block, blocks, commands
+from vembed.cli import app
+from vembed.config.accelerate_file import read_accelerate_file
+from vembed.config.arguments import parse_train_arguments
+from vembed.config.loading import load_config, resolve_config
+from vembed.errors import UserError
+from vembed.tools.train import run_train
+
+KNOWN_ELSEWHERE = {
+    "cd", "git", "hf", "kubectl", "nvidia-smi", "pip", "sbatch", "tee", ".venv/bin/pre-commit",
+}  # fmt: skip
+"""Commands of others; of them only the paths of the checkout that they name are looked at."""
+NOT_RUN = ("import mteb",)
+"""Python that needs a network."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the commands of the pages run: a config, data, stages, a trained model, and the checkout's folders."""
+    place = tmp_path_factory.mktemp("docs")
+    for name in ("examples", "configs", "vembed", "Makefile"):
+        (place / name).symlink_to(ROOT / name)
+    (place / "data").mkdir()
+    texts = tiny.texts(24)
+    rows = [{"query": text, "positive": f"found {text}", "negatives": ["none"]} for text in texts]
+    for name, some in (("train", rows[:16]), ("val", rows[16:])):
+        (place / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    config = {
+        "model_name": str(tiny.shared(tiny.tiny_bert)),
+        "data_path": "data/train.jsonl",
+        "val_data_path": "data/val.jsonl",
+        "batch_size": 8,
+        "report_to": "none",
+    }
+    (place / "cfg.yaml").write_text(yaml.safe_dump(config))
+    stages = next(block.text for block in blocks("yaml") if "training_stages" in block.text)
+    (place / "stages.yaml").write_text(stages)
+    before = Path.cwd()
+    os.chdir(place)
+    try:
+        vembed.train("cfg.yaml", ["max_steps=1"])
+        yield place
+    finally:
+        os.chdir(before)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+# ---- configs -------------------------------------------------------------------------------------------------------
+
+
+def missing(error: UserError) -> list[str]:
+    """Required options that a part of a config does not have; the error itself where there is more to it."""
+    names = []
+    for line in str(error).splitlines():
+        match = re.search(r": (model_name|data_path) is missing", line)
+        if match is None:
+            raise error
+        names.append(match[1])
+    return names
+
+
+@pytest.mark.parametrize("block", blocks("yaml", "toml"), ids=str)
+def test_configs_load_A09_B20_C33(block: Block, tmp_path: Path) -> None:
+    path = tmp_path / f"block.{block.language}"
+    path.write_text(block.text)
+    values = yaml.safe_load(block.text) if block.language == "yaml" else {}
+    if "distributed_type" in values:
+        read_accelerate_file(str(path))
+        return
+    stages = list(values.get("training_stages", ())) or [None]
+    for stage in stages:
+        try:
+            resolve_config(path, stage=stage)
+        except UserError as error:
+            resolve_config(path, [f"{name}=some/{name}" for name in missing(error)], stage=stage)
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=str)
+def test_records_are_json(block: Block) -> None:
+    for line in block.text.splitlines():
+        json.loads(line)
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+
+def without_variables(words: list[str]) -> list[str]:
+    """The words behind NAME=value in front of a command."""
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    return words
+
+
+def check_paths(words: list[str]) -> None:
+    for word in words:
+        if word.startswith(("examples/", "configs/", "vembed/")):
+            assert (ROOT / word).exists(), word
+
+
+def dry_run(words: list[str]) -> None:
+    """What `vembed train` would do with these words."""
+    assert run_train(parse_train_arguments([*words, "--dry-run"]), env={}) == 0
+
+
+def started_by(parser: ArgumentParser, words: list[str]) -> None:
+    """A launcher takes the words, and the script takes the rest."""
+    given: Any = parser.parse_args(words)
+    check_paths([given.training_script])
+    if given.training_script.endswith(".py") and "entrypoints" not in given.training_script:
+        return
+    dry_run(given.training_script_args)
+
+
+def check_vembed(words: list[str]) -> None:
+    verb, *rest = words
+    if verb == "train":
+        dry_run(rest)
+    elif verb in ("config", "plan"):
+        resolve_config(parse_train_arguments(rest or ["cfg.yaml"]).config)
+    elif verb != "--help":
+        found: Any = typer.main.get_command(app)
+        found.commands[verb].make_context(verb, list(rest))
+
+
+@pytest.mark.parametrize(
+    ("place", "words"), commands(), ids=lambda one: one if isinstance(one, str) else " ".join(one)[:60]
+)
+def test_commands_are_understood_A11_C22_C33_E04_E05(
+    place: str, words: list[str], folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    words = [
+        word for word in without_variables(words) if word not in ("2>&1", ">") and not word.endswith(".schema.json")
+    ]
+    if not words:
+        return
+    name, *rest = words
+    if name == "vembed":
+        check_vembed(rest)
+    elif words[:2] == ["accelerate", "launch"]:
+        started_by(launch_command_parser(), rest[1:])
+    elif name == "torchrun":
+        started_by(get_args_parser(), rest)
+    elif words[:3] == ["python", "-m", "vembed.entrypoints.train"]:
+        dry_run(rest[2:])
+    elif name == "make":
+        targets = [word for word in rest if "=" not in word]
+        assert all(re.search(rf"^{target}:", Path("Makefile").read_text(), re.MULTILINE) for target in targets), place
+    elif name in ("bash", "python"):
+        check_paths(rest)
+        assert rest[0] == "-m" or (ROOT / rest[0]).exists(), place
+    else:
+        assert name in KNOWN_ELSEWHERE, f"{place}: {words}"
+        check_paths(rest)
+
+
+# ---- Python --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_runs_as_printed_E40_C21(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    code = compile(block.text, str(block), "exec")
+    if not any(text in block.text for text in NOT_RUN):
+        exec(code, {"__name__": "__docs__"})
+
+
+def test_the_names_of_the_python_page_are_public() -> None:
+    page = (ROOT / "docs" / "python-api.md").read_text()
+    assert set(vembed.__all__) - {"__version__"} <= set(re.findall(r"`vembed\.(\w+)", page))
+    assert load_config({"model_name": "m", "data_path": "d"}).model_name == "m"

@@ -1,0 +1,71 @@
+"""Links, paths and names in the documentation lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docs.pages import PAGES, ROOT, anchors, links, spans, text_of
+from vembed.config.aliases import BLOCKS, target_of
+from vembed.data.columns import COLUMNS
+from vembed.tools.options_page import options_page
+
+NO_OPTIONS = {"compute_device", "num_processes", "kind", "restartPolicy"}
+"""Keys in spans such as `compute_device: gpu` that are not options of ours."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_resolve_A25_D46_E39(page: Path) -> None:
+    for link in links(page):
+        if link.startswith(("http://", "https://")):
+            continue
+        target, _, part = link.partition("#")
+        found = (page.parent / target).resolve() if target else page
+        assert found.exists(), f"{page.name}: {link}"
+        if part:
+            assert part in anchors(found), f"{page.name}: {link} (there is {sorted(anchors(found))})"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_paths_of_the_checkout_exist(page: Path) -> None:
+    for span in spans(page):
+        for path in re.findall(r"(?<![\w/.])(?:examples|configs|docs|tests|benchmarks|vembed)/[\w./-]*\w", span):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_names_of_options_exist(page: Path) -> None:
+    for span in spans(page):
+        match = re.fullmatch(r"([a-z][a-z_0-9]+): [^:{]*", span)
+        if match:
+            key = match[1]
+            assert target_of(key) or key in BLOCKS or key in NO_OPTIONS, f"{page.name}: {span}"
+        for name in re.findall(r"\bfsdp_\w+", span):
+            known = target_of(name) or name in ("fsdp_config", "fsdp_empty_cache", "fsdp_print_memory_usage")
+            assert known, f"{page.name}: {span}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_plain_text_without_places_of_a_machine(page: Path) -> None:
+    text = text_of(page)
+    assert text.isascii(), [letter for letter in text if not letter.isascii()][:5]
+    assert not re.search(r"/(home|root|work|tmp|Users)/", text)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name in navigation, page.name
+
+
+def test_options_page_is_that_of_the_schema() -> None:
+    assert text_of(ROOT / "docs" / "options.md") == options_page()
+
+
+def test_the_table_of_columns_has_every_name() -> None:
+    said = set(spans(ROOT / "docs" / "data.md"))
+    for names in COLUMNS.values():
+        assert set(names) <= said, sorted(set(names) - said)

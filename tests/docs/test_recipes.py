@@ -1,0 +1,121 @@
+"""The recipes in examples/: each trains as it is written with a tiny model in place of the real one, and dry-runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+import vembed
+from tests import tiny
+from tests.docs.pages import ROOT
+from vembed.config.loading import load_config, resolve_config
+
+EXAMPLES = ROOT / "examples"
+Make = Callable[..., Path]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """What stands in for a recipe's model, and what has to shrink with it."""
+
+    make: Make
+    options: tuple[str, ...] = ()
+    image_model: Make | None = None
+
+
+RECIPES = {
+    "bert": Tiny(tiny.tiny_bert, ("mrl_dims=32,16",)),
+    "bge": Tiny(tiny.tiny_bert, ("max_length=64",)),
+    "e5": Tiny(tiny.tiny_bert, ("max_length=64",)),
+    "modernbert": Tiny(tiny.tiny_modernbert, ("max_length=64", "mrl_dims=32,16")),
+    "qwen3_embedding_0.6b": Tiny(tiny.tiny_qwen3, ("max_length=64", "mrl_dims=32,16")),
+    "qwen3_embedding_8b_fsdp": Tiny(tiny.tiny_qwen3, ("max_length=64",)),
+    "qwen3_vl_2b": Tiny(tiny.tiny_qwen3_vl, ("max_length=256", "max_pixels=4096", "min_pixels=1024")),
+    "qwen3_8b_fsdp": Tiny(tiny.tiny_qwen3_vl, ("max_pixels=4096", "min_pixels=1024", "max_length=256", "mrl_dims=16")),
+    "clip": Tiny(tiny.tiny_clip),
+    "siglip": Tiny(tiny.tiny_siglip),
+    "dinov2_i2i": Tiny(tiny.tiny_dinov2, ("freeze=embeddings,first_n_layers=1",)),
+    "composed_bert_dinov2": Tiny(tiny.tiny_bert, ("composed_dim=16",), tiny.tiny_dinov2),
+    "cosent_sts": Tiny(tiny.tiny_bert),
+    "triplet": Tiny(tiny.tiny_bert, ("max_length=64",)),
+}
+
+
+def test_every_recipe_is_here_and_has_its_script() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.yaml")} == set(RECIPES)
+    for name in RECIPES:
+        script = EXAMPLES / f"{name}.sh"
+        assert os.access(script, os.X_OK), script
+        assert script.read_text() == (EXAMPLES / "bert.sh").read_text()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_trains_D18_D20_D43_D42_D01(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = RECIPES[name]
+    options = [f"model_name={tiny.shared(recipe.make)}", "max_steps=2", "batch_size=8", "report_to=none"]
+    if recipe.image_model:
+        options.append(f"image_model_name={tiny.shared(recipe.image_model)}")
+    options += ["eval_steps=1", "save_steps=2"] if name == "bge" else ["save_steps=null"]
+    result = vembed.train(EXAMPLES / f"{name}.yaml", [*options, *recipe.options])
+    assert result.steps == 2
+    assert (result.model_dir / "modules.json").is_file()
+    lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    asked = load_config(EXAMPLES / f"{name}.yaml").learning_rate
+    assert max(line["learning_rate"] for line in steps) == pytest.approx(asked)
+    assert (result.output_dir / "training_log.txt").stat().st_size > 0
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3_8b_fsdp", "run_qwen3_8b_fsdp"])
+def test_script_says_what_it_would_launch_D05_D01(name: str, tmp_path: Path) -> None:
+    done = dry_run(EXAMPLES / f"{name}.sh", tmp_path)
+    assert "would run: " in done
+    assert "epochs: 2.0  # command line" in done
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_nothing_in_a_recipe_is_translated_or_without_effect(name: str) -> None:
+    resolved = resolve_config(EXAMPLES / f"{name}.yaml")
+    assert not resolved.translated
+    assert [note for note in resolved.notes if "is not in the current directory" not in note] == []
+
+
+def test_the_script_in_python_runs_as_it_stands_E40(tmp_path: Path) -> None:
+    data = EXAMPLES / "data" / "train.jsonl"
+    words = [str(tiny.shared(tiny.tiny_bert)), str(data), "max_steps=2", "batch_size=8", "report_to=none"]
+    command = [sys.executable, str(EXAMPLES / "train_api.py"), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "nDCG@10: " in done.stdout
+
+
+def test_several_machines_in_slurm_and_kubernetes_A10_C27(tmp_path: Path) -> None:
+    said = dry_run(EXAMPLES / "slurm" / "train.sbatch", tmp_path, str(EXAMPLES / "bert.yaml"), SLURM_JOB_NUM_NODES="3")
+    assert "world size: 3 = 1 process(es) on each of 3 machines" in said
+    job = yaml.safe_load((EXAMPLES / "kubernetes" / "pytorchjob.yaml").read_text())
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    num_machines = sum(one["replicas"] for one in replicas.values())
+    for one in replicas.values():
+        (container,) = one["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"
+        assert f"--num-machines {num_machines} " in container["command"][-1]
+
+
+def dry_run(script: Path, folder: Path, *words: str, **variables: str) -> str:
+    """What a script says with DRY_RUN=1."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": path} | variables
+    command = ["bash", str(script), *words, "epochs=2"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,46 @@
+"""Small towers with the usual initial weights, from which training can learn; tests/tiny.py draws them wide instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.families.pictures import SIZE
+from tests.tiny import save_image_processor
+from tests.tiny_tokenizers import clip_tokenizer
+
+VISION = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "image_size": SIZE,
+    "patch_size": 8,
+}  # fmt: skip
+
+
+def small_clip(directory: Path) -> Path:
+    """Two towers."""
+    from transformers import CLIPConfig, CLIPModel
+
+    tokenizer = clip_tokenizer()
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 96, "max_position_embeddings": 16, "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+    }  # fmt: skip
+    crop = {"height": SIZE, "width": SIZE}
+    save_image_processor(
+        directory, "CLIPImageProcessor", size={"shortest_edge": SIZE}, do_center_crop=True, crop_size=crop
+    )
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    CLIPModel(CLIPConfig(text_config=text, vision_config=VISION, projection_dim=32)).save_pretrained(directory)
+    return directory
+
+
+def small_vit(directory: Path) -> Path:
+    """One tower."""
+    from transformers import ViTConfig, ViTModel
+
+    save_image_processor(directory, size={"height": SIZE, "width": SIZE})
+    torch.manual_seed(0)
+    ViTModel(ViTConfig(**VISION), add_pooling_layer=False).save_pretrained(directory)
+    return directory

@@ -1,0 +1,250 @@
+"""One global batch, two ways: through the real step on N ranks, and plainly in one process; gradients by name."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from tests.losses.reference import reference_loss
+from tests.tiny import shared, texts, tiny_bert
+from vembed.config.schema import TrainConfig
+from vembed.data import microbatches
+from vembed.data.batches import rank_rows
+from vembed.data.examples import Example, Item
+from vembed.data.features import Featuriser
+from vembed.data.share import Share, make_share
+from vembed.distributed.session import start_session
+from vembed.losses.batch import EmbeddingLoss, LossBatch
+from vembed.losses.build import build_loss
+from vembed.models.embedder import EmbeddingModel, build_model
+from vembed.models.families import describe
+from vembed.models.files import clean_name
+from vembed.training.budget import Budget
+from vembed.training.shortage import MemoryGuard
+from vembed.training.step import ContrastiveStep, order_calls, seed_of
+from vembed.training.timing import PhaseTimer
+from vembed.training.update import synchronise
+
+SEED, BATCH_NUMBER = 5, 3
+Data = Literal["pairs", "negatives", "several", "scored"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of TrainConfig: the loss, LoRA, gradient checkpointing, MRL."""
+    data: Data = "negatives"
+    cache: bool = True
+    micro: Literal["row", "odd", "whole"] = "odd"
+    dropout: float = 0.0
+    num_examples: int = 10
+
+    def config(self, folder: Path, **more: Any) -> TrainConfig:
+        """The run that this case stands for."""
+        return TrainConfig(model_name=str(folder), data_path="none", **{**self.options, **more})
+
+    def folder(self) -> Path:
+        """The model that is trained."""
+        return shared(tiny_bert, dropout=self.dropout)
+
+    def budget(self) -> Budget:
+        """Micro-batches of one row, of an odd size, or everything at once."""
+        tokens = {"row": 1, "odd": 37, "whole": 10**9}[self.micro]
+        return Budget(tokens, None, 10**9, self.cache)
+
+
+def examples(case: Case) -> list[Example]:
+    """Texts of very different lengths; some occur again, as negatives, as positives, on other ranks."""
+    words = texts(4 * case.num_examples, seed=3, longest=30)
+    made = []
+    for row in range(case.num_examples):
+        query, positive, other, negative = words[4 * row : 4 * row + 4]
+        if row % 4 == 3:
+            positive = words[1]  # the positive of row 0
+        if row % 5 == 4:
+            negative = words[5]  # the positive of row 1: a negative that another row must not be pushed from
+        positives, negatives, scores = [positive], [], None
+        if case.data in ("negatives", "several"):
+            negatives = [negative, other] if row % 3 == 0 else [negative]
+        if case.data == "several" and row % 2 == 0:
+            positives.append(other)
+        if case.data == "scored":
+            scores = (((7 * row) % 5) / 5,)
+        made.append(
+            Example(Item(query), tuple(map(Item, positives)), tuple(map(Item, negatives)), scores, where=f"row {row}")
+        )
+    return made
+
+
+def build(case: Case, config: TrainConfig) -> tuple[EmbeddingModel, EmbeddingLoss, Featuriser]:
+    """Model and loss in float64, the same on every call; adapters are not left at zero."""
+    description = describe(config)
+    model = build_model(config, description).double()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.data.normal_(0, 0.05, generator=generator)
+    loss = build_loss(config, mrl_dims=description.mrl_dims).double()
+    return model.train(), loss, Featuriser(description)
+
+
+def gradients_on_ranks(cases: list[tuple[Case, Path]], strategy: str, more: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Called on every rank: each case, with its model's folder, through the real step; the whole gradients by name."""
+    results = []
+    first, folder = cases[0]
+    with start_session(first.config(folder, strategy=strategy, **more)) as session:
+        for case, folder in cases:
+            config = case.config(folder, strategy=strategy, **more)
+            embedder, loss, featuriser = build(case, config)
+            model = session.prepare(embedder, embedder.description.layer_classes)
+            rows = examples(case)
+            own = rank_rows(len(rows), session.rank, session.world_size)
+            share = make_share(rows[own], own.start, 0, 0, featuriser)
+            guard = MemoryGuard(config, session)
+            step = ContrastiveStep(
+                model, loss, featuriser, session, case.budget(), PhaseTimer(session.device), guard, SEED
+            )
+            result = step.accumulate(share, BATCH_NUMBER, weight=1.0, last=True)
+            synchronise(model, loss, session)
+            results.append({**full_gradients(model), **loss_gradients(loss), "loss": result.loss_share})
+    return results
+
+
+def reference(case: Case, world_size: int) -> dict[str, Tensor]:
+    """The same in one process, from the formula: every occurrence encoded by itself, one dense loss, autograd."""
+    config = case.config(case.folder(), gradient_checkpointing=False)
+    model, loss, featuriser = build(case, config)
+    batch = drawn_batch(case, model, featuriser, world_size) if case.dropout else plain_batch(case, model, featuriser)
+    named = dict(loss.named_parameters())
+    learned: dict[str, Tensor] = {}
+    if "temperature" in named:
+        learned["scale"] = 1.0 / named["temperature"]
+    if "log_scale" in named:
+        learned |= {"scale": named["log_scale"].exp(), "bias": named["bias"]}
+    value = reference_loss(batch, config, mrl_dims=model.description.mrl_dims, **learned)
+    value.backward()
+    return {**full_gradients(model), **loss_gradients(loss), "loss": value.detach()}
+
+
+def plain_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser) -> LossBatch:
+    """Every occurrence of every text in one padded batch."""
+    items: list[tuple[Item, str]] = []
+    rows: list[tuple[int, int, int]] = []
+    negatives: list[tuple[int, int]] = []
+    scores: list[float] = []
+
+    def add(item: Item, kind: str) -> int:
+        items.append((item, kind))
+        return len(items) - 1
+
+    for number, example in enumerate(examples(case)):
+        for place, positive in enumerate(example.positives):
+            rows.append((add(example.query, "query"), add(positive, "document"), number))
+            scores += [example.scores[place]] if example.scores else []
+        negatives += [(add(negative, "document"), number) for negative in example.negatives]
+    features = featuriser.features(items)  # type: ignore[arg-type]
+    embeddings = model([("text", featuriser.collate(features))])[0]
+    table, extra = torch.tensor(rows), torch.tensor(negatives, dtype=torch.int64).reshape(-1, 2)
+    return LossBatch(
+        embeddings=embeddings,
+        content=torch.tensor([feature.content for feature in features]),
+        query=table[:, 0],
+        positive=table[:, 1],
+        example=table[:, 2],
+        negative=extra[:, 0],
+        negative_example=extra[:, 1],
+        scores=torch.tensor(scores, dtype=torch.float64) if scores else None,
+        own_rows=slice(0, len(rows)),
+        own_negatives=slice(0, len(negatives)),
+    )
+
+
+def drawn_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser, world_size: int) -> LossBatch:
+    """With dropout the draws depend on the micro-batches: the same ones, with graphs kept, of all ranks in turn."""
+    rows, budget = examples(case), case.budget()
+    shares: list[Share] = []
+    for rank in range(world_size):
+        own = rank_rows(len(rows), rank, world_size)
+        shares.append(make_share(rows[own], own.start, 0, 0, featuriser))
+    lengths = [[feature.length for feature in share.features] for share in shares]
+    count = max(microbatches.num_micro_batches(one, budget.micro_batch_tokens) for one in lengths)
+    embeddings, offsets = [], [0]
+    for rank, share in enumerate(shares):
+        plan = microbatches.plan(lengths[rank], budget.micro_batch_tokens, at_least=count)
+        parts: list[Tensor | None] = [None] * len(share.features)
+        for number, call in enumerate(order_calls({"text": plan})):
+            ((lane, places),) = call
+            torch.manual_seed(seed_of(SEED, BATCH_NUMBER, rank, number))
+            chosen = [share.features[place] for place in places] or [featuriser.dummy("text")]
+            output = model([(lane, featuriser.collate(chosen))])[0]
+            for place, row in zip(places, output, strict=False):
+                parts[place] = row
+        embeddings.append(torch.stack([part for part in parts if part is not None]))
+        offsets.append(offsets[-1] + len(parts))
+
+    def joined(name: str, shift: bool) -> Tensor:
+        return torch.cat(
+            [
+                torch.from_numpy(getattr(share, name)) + (offset if shift else 0)
+                for share, offset in zip(shares, offsets, strict=False)
+            ]
+        )
+
+    content = torch.tensor([feature.content for share in shares for feature in share.features])
+    scores = [torch.from_numpy(share.scores) for share in shares if share.scores is not None]
+    return LossBatch(
+        embeddings=torch.cat(embeddings),
+        content=content,
+        query=joined("query", True),
+        positive=joined("positive", True),
+        example=joined("example", False),
+        negative=joined("negative", True),
+        negative_example=joined("negative_example", False),
+        scores=torch.cat(scores) if scores else None,
+        own_rows=slice(0, sum(len(share.query) for share in shares)),
+        own_negatives=slice(0, sum(len(share.negative) for share in shares)),
+    )
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of the whole model by plain names; collective where it is sharded."""
+    if FullyShardedDataParallel.fsdp_modules(model):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return {
+                clean_name(name): one.grad.clone()
+                for name, one in model.named_parameters()
+                if one.requires_grad and one.grad is not None
+            }
+    return {
+        clean_name(name): one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+        for name, one in model.named_parameters()
+        if one.grad is not None
+    }
+
+
+def loss_gradients(loss: nn.Module) -> dict[str, Tensor]:
+    """Gradients of learned temperatures, scales and biases."""
+    return {f"loss.{name}": one.grad for name, one in loss.named_parameters() if one.grad is not None}
+
+
+def worst_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[str, float]:
+    """The parameter whose gradient is farthest off, relative to its own norm or a millionth of the whole norm."""
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    names = [name for name in wanted if name != "loss"]
+    whole = torch.stack([wanted[name].norm() for name in names]).norm()
+    assert whole > 1e-4, "the reference has no gradient worth comparing"
+    errors = {
+        name: float((found[name] - wanted[name]).norm() / max(wanted[name].norm(), 1e-6 * whole)) for name in names
+    }
+    name = max(errors, key=errors.__getitem__)
+    return name, errors[name]

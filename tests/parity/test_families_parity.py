@@ -1,0 +1,230 @@
+"""Every family through the real step: Gradient Cache on and off, one rank and two, copies and shards, one gradient."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from tests import tiny
+from tests.harness import run_ranks
+from tests.losses.reference import reference_loss
+from tests.models.families import pictures
+from tests.parity.engine import full_gradients, loss_gradients, worst_error
+from tests.tiny import shared, texts
+from vembed.config.schema import TrainConfig
+from vembed.data.batches import rank_rows
+from vembed.data.examples import Example, ImageRef, Item
+from vembed.data.features import Featuriser
+from vembed.data.share import make_share
+from vembed.distributed.session import start_session
+from vembed.losses.batch import EmbeddingLoss, LossBatch
+from vembed.losses.build import build_loss
+from vembed.models.embedder import EmbeddingModel, build_model
+from vembed.models.families import describe
+from vembed.training.budget import Budget
+from vembed.training.shortage import MemoryGuard
+from vembed.training.step import ContrastiveStep
+from vembed.training.timing import PhaseTimer
+from vembed.training.update import synchronise
+
+NUM_EXAMPLES = 7
+LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.0}
+EXACT, ROUNDED = 1e-9, 2e-5
+"""Errors in float64; rotary positions, RMS norms and resized tables of positions round to float32 inside the models."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model and how it is trained."""
+
+    name: str
+    make: Callable[..., Path]
+    options: dict[str, Any] = field(default_factory=dict)
+    image_model: Callable[..., Path] | None = None
+    tolerance: float = EXACT
+
+    def config(self, **more: Any) -> TrainConfig:
+        """The run that this stands for; to be called where the tiny models are made."""
+        options = {"gradient_checkpointing": False, **self.options, **more}
+        if self.image_model is not None:
+            options["image_model_name"] = str(shared(self.image_model))
+        return TrainConfig(model_name=str(shared(self.make)), data_path="none", mixed_precision="no", **options)
+
+
+FAMILIES = [
+    Family("clip", tiny.tiny_clip),
+    Family("clip-frozen-images", tiny.tiny_clip, {"freeze": ["vision"]}),
+    Family("clip-lora", tiny.tiny_clip, LORA),
+    Family("siglip", tiny.tiny_siglip, {"loss": "sigmoid"}),
+    Family("siglip-frozen-texts", tiny.tiny_siglip, {"loss": "sigmoid", "freeze": ["text"]}),
+    Family("siglip2", tiny.tiny_siglip2, tolerance=ROUNDED),
+    Family("vit", tiny.tiny_vit),
+    Family("dinov2", tiny.tiny_dinov2),
+    Family("dinov3", tiny.tiny_dinov3, tolerance=ROUNDED),
+    Family("convnext", tiny.tiny_convnext),
+    Family("mae", tiny.tiny_vitmae),
+    Family("qwen3-vl", tiny.tiny_qwen3_vl, tolerance=ROUNDED),
+    Family("qwen3-vl-frozen-images", tiny.tiny_qwen3_vl, {"freeze": ["vision"]}, tolerance=ROUNDED),
+    Family("qwen3-vl-lora", tiny.tiny_qwen3_vl, {**LORA, "lora_towers": "text"}, tolerance=ROUNDED),
+    Family("qwen2-vl", tiny.tiny_qwen2_vl, tolerance=ROUNDED),
+    Family("qwen2.5-vl", tiny.tiny_qwen2_5_vl, {"freeze": ["vision"]}, tolerance=ROUNDED),
+    Family("composed", tiny.tiny_bert, image_model=tiny.tiny_dinov2),
+    Family("composed-frozen-texts", tiny.tiny_bert, {"freeze": ["text"]}, image_model=tiny.tiny_dinov2),
+]
+BY_NAME = {family.name: family for family in FAMILIES}
+GROUPS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {"strategy": "single"}),
+    "ddp-2": (2, {"strategy": "ddp"}),
+    "fsdp2-2": (2, {"use_fsdp": True}),
+}
+SHARDED = (
+    "clip",
+    "clip-frozen-images",
+    "siglip",
+    "vit",
+    "convnext",
+    "qwen3-vl-frozen-images",
+    "qwen3-vl-lora",
+    "composed",
+)
+"""What runs sharded too; tests/models/test_sharded.py has the gradients of every family's units."""
+TABLE = [(group, family) for group in GROUPS for family in BY_NAME if group != "fsdp2-2" or family in SHARDED]
+
+
+def examples(lanes: tuple[str, ...]) -> list[Example]:
+    """Rows for a model with these lanes. Of two ranks only the second meets images with texts, of other shapes."""
+    words = texts(3 * NUM_EXAMPLES, seed=3, longest=12)
+    refs = []
+    for picture in pictures(3 * NUM_EXAMPLES):
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        refs.append(ImageRef(data=file.getvalue()))
+    made = []
+    for row in range(NUM_EXAMPLES):
+        text, other, third = (Item(words[3 * row + place]) for place in range(3))
+        image, second, last = (Item(images=(refs[3 * row + place],)) for place in range(3))
+        if "vision" in lanes:
+            both = Item(words[3 * row + 1], images=(refs[3 * row], refs[3 * row + 1]))
+            query, positive, negative = (text, other, third) if row < 4 else (text, both, image)
+        elif lanes == ("image",):
+            query, positive, negative = image, second, last
+        else:
+            query, positive, negative = text, image, other if row % 2 else last
+        made.append(Example(query, (positive,), (negative,) if row % 3 == 0 else ()))
+    return made
+
+
+def build(config: TrainConfig) -> tuple[EmbeddingModel, EmbeddingLoss, Featuriser]:
+    """Model and loss in float64, the same on every call; adapters are not left at zero."""
+    description = describe(config)
+    model = build_model(config, description).double()
+    draw = torch.Generator().manual_seed(9)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.05, generator=draw)
+    scale, bias = model.initial_scale_and_bias() or (None, None)
+    loss = build_loss(config, mrl_dims=description.mrl_dims, start_scale=scale, start_bias=bias).double()
+    return model.train(), loss, Featuriser(description)
+
+
+def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
+    """Called on every rank: each config's step without and with Gradient Cache; gradients, loss, units and lanes."""
+    results = []
+    with start_session(configs[0]) as session:
+        for config in configs:
+            embedder, loss, featuriser = build(config)
+            frozen, image_bytes = embedder.frozen_lanes(), embedder.bytes_of_frozen_images()
+            lanes, classes = embedder.description.lanes, embedder.description.layer_classes
+            num_layers = sum(type(module).__name__ in classes for module in embedder.modules())
+            model = session.prepare(embedder, classes)
+            units = sum(
+                isinstance(module, FSDPModule) and type(module).__name__.removeprefix("FSDP") in classes
+                for module in model.modules()
+            )
+            rows = examples(lanes)
+            own = rank_rows(len(rows), session.rank, session.world_size)
+            share = make_share(rows[own], own.start, 0, 0, featuriser)
+            for cached in (False, True):
+                step = ContrastiveStep(
+                    model, loss, featuriser, session, Budget(45, None, 10**9, cached), PhaseTimer(session.device),
+                    MemoryGuard(config, session), 5, frozen, None, image_bytes,
+                )  # fmt: skip
+                result = step.accumulate(share, 3, weight=1.0, last=True)
+                synchronise(model, loss, session)
+                results.append(
+                    {
+                        "gradients": {**full_gradients(model), **loss_gradients(loss), "loss": result.loss_share},
+                        "units": (units, num_layers),
+                        "kept": result.kept_graphs,
+                        "calls": result.num_calls,
+                    }
+                )
+                for module in (model, loss):
+                    module.zero_grad(set_to_none=True)
+    return results
+
+
+@cache
+def found(group: str) -> dict[tuple[str, bool], list[dict[str, Any]]]:
+    """All families of a group, in one start of its ranks: (family, cached) -> per rank."""
+    world_size, more = GROUPS[group]
+    families = [family for of, family in TABLE if of == group]
+    configs = [BY_NAME[family].config(**more) for family in families]
+    by_rank = run_ranks(on_ranks, world_size, configs, timeout=300, process_group=False)
+    keys = [(family, cached) for family in families for cached in (False, True)]
+    return {key: [rank[number] for rank in by_rank] for number, key in enumerate(keys)}
+
+
+@cache
+def wanted(name: str) -> dict[str, torch.Tensor]:
+    """From the formula: one padded batch of each lane, one dense loss, autograd."""
+    config = BY_NAME[name].config()
+    model, loss, featuriser = build(config)
+    share = make_share(examples(model.description.lanes), 0, 0, 0, featuriser)
+    embeddings = torch.zeros(len(share.features), model.description.embedding_dim, dtype=torch.float64)
+    for lane in model.description.lanes:
+        places = [place for place, one in enumerate(share.features) if one.lane == lane]
+        if places:
+            (rows,) = model([(lane, featuriser.collate([share.features[place] for place in places]))])
+            embeddings = embeddings.index_put((torch.tensor(places),), rows)
+    batch = LossBatch(
+        embeddings=embeddings,
+        content=torch.tensor([one.content for one in share.features]),
+        query=torch.from_numpy(share.query),
+        positive=torch.from_numpy(share.positive),
+        example=torch.from_numpy(share.example),
+        negative=torch.from_numpy(share.negative),
+        negative_example=torch.from_numpy(share.negative_example),
+        scores=None,
+        own_rows=slice(0, len(share.query)),
+        own_negatives=slice(0, len(share.negative)),
+    )
+    named = dict(loss.named_parameters())
+    learned = {"scale": named["log_scale"].exp(), "bias": named["bias"]} if "log_scale" in named else {}
+    value = reference_loss(batch, config, mrl_dims=model.description.mrl_dims, **learned)
+    value.backward()
+    return {**full_gradients(model), **loss_gradients(loss), "loss": value.detach()}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cached", [False, True], ids=["kept-graphs", "cached"])
+@pytest.mark.parametrize(("group", "name"), TABLE)
+def test_gradient_of_every_family_is_that_of_the_formula(group: str, name: str, cached: bool) -> None:
+    ranks, plain = found(group)[name, cached], wanted(name)
+    assert all(rank["kept"] is not cached and rank["calls"] > 2 for rank in ranks)
+    for rank in ranks:
+        units, num_layers = rank["units"]
+        assert num_layers > 0 and units == (num_layers if group == "fsdp2-2" else 0)
+    total = sum(float(rank["gradients"]["loss"]) for rank in ranks)
+    tolerance = BY_NAME[name].tolerance
+    assert total == pytest.approx(float(plain["loss"]), rel=tolerance)
+    parameter, error = worst_error({**ranks[0]["gradients"], "loss": plain["loss"]}, plain)
+    assert error < tolerance, f"{parameter} is off by {error:.2e}"

@@ -1,0 +1,94 @@
+"""After backward every parameter's gradient is that of the formula on the whole global batch, in float64, to 1e-9."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import RankFailed, run_ranks
+from tests.parity.engine import Case, gradients_on_ranks, reference, worst_error
+
+MRL = {"use_mrl": True, "mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
+LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.0}
+CASES = [
+    Case("plain", data="pairs", micro="whole", cache=False),
+    Case("plain-cached-rows", data="pairs", micro="row"),
+    Case("hard-negatives", micro="odd"),
+    Case("hard-negatives-kept-graphs", micro="odd", cache=False),
+    Case("own-negatives", {"hard_negatives_scope": "own"}, micro="whole"),
+    Case("bidirectional", {"bidirectional": True}, data="several", micro="odd"),
+    Case("query-query", {"query_query_negatives": True}, micro="odd"),
+    Case("document-document", {"document_document_negatives": True}, data="several", micro="row", cache=False),
+    Case("everything", {"bidirectional": True, "query_query_negatives": True, "document_document_negatives": True,
+                        "false_negative_margin": 0.05, "learn_temperature": True, **MRL}, data="several"),
+    Case("several-positives", data="several", micro="whole"),
+    Case("margin", {"false_negative_margin": 0.01}, micro="odd"),
+    Case("learned-temperature", {"learn_temperature": True, "temperature": 0.1}, micro="odd"),
+    Case("dot-product", {"similarity": "dot", "temperature": 1.0}, micro="odd"),
+    Case("matryoshka", MRL, micro="odd"),
+    Case("matryoshka-projection", {"use_mrl": True, "mrl_dims": [16, 8]}, micro="row"),
+    Case("cosent", {"loss": "cosent"}, data="scored", micro="odd"),
+    Case("cosent-matryoshka", {"loss": "cosent", **MRL}, data="scored", micro="row"),
+    Case("cosine", {"loss": "cosine"}, data="scored", micro="odd", cache=False),
+    Case("triplet", {"loss": "triplet"}, micro="odd"),
+    Case("sigmoid", {"loss": "sigmoid"}, micro="odd"),
+    Case("checkpointing", {"gradient_checkpointing": True}, micro="odd"),
+    Case("checkpointing-kept-graphs", {"gradient_checkpointing": True, **MRL}, micro="whole", cache=False),
+    Case("lora", LORA, micro="odd"),
+    Case("lora-checkpointing-rows", {**LORA, "gradient_checkpointing": True}, micro="row"),
+    Case("dropout", dropout=0.1, micro="odd"),
+    Case("dropout-kept-graphs", dropout=0.1, micro="odd", cache=False),
+    Case("dropout-checkpointing", {"gradient_checkpointing": True}, dropout=0.1, micro="odd"),
+    Case("dropout-lora", {**LORA, "lora_dropout": 0.1}, dropout=0.1, micro="odd"),
+    Case("frozen-layers", {"freeze": ["embeddings", "first_n_layers=1"]}, micro="odd"),
+]  # fmt: skip
+BY_NAME = {case.name: case for case in CASES}
+GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "one": (1, "single", {}),
+    "ddp-2": (2, "ddp", {}),
+    "ddp-3-uneven": (3, "ddp", {}),
+    "ddp-4-uneven": (4, "ddp", {}),
+    "fsdp2-2": (2, "fsdp", {"use_fsdp": True}),
+    "fsdp2-3-uneven": (3, "fsdp", {"use_fsdp": True}),
+    "fsdp1-2": (2, "fsdp", {"use_fsdp": True, "fsdp_version": 1, "fsdp_use_orig_params": True}),
+}
+SOME = ("hard-negatives", "everything", "checkpointing", "lora", "dropout", "cosent", "frozen-layers")
+"""What runs on every strategy; on one process and on two, everything does."""
+TABLE = [
+    (group, case.name) for group in GROUPS for case in CASES if group in ("one", "ddp-2") or case.name in SOME
+]  # fmt: skip
+
+
+@cache
+def found(group: str) -> dict[str, dict[str, torch.Tensor] | RankFailed]:
+    """All cases of a group, in one start of its ranks."""
+    world_size, strategy, more = GROUPS[group]
+    cases = [BY_NAME[name] for of, name in TABLE if of == group]
+    # The folders are made here: training a tokenizer is not the same in every process.
+    placed = [(case, case.folder()) for case in cases]
+    try:
+        results = run_ranks(gradients_on_ranks, world_size, placed, strategy, more, timeout=110, process_group=False)
+    except RankFailed as error:
+        return {case.name: error for case in cases}  # started once, also where it fails
+    total = [sum(rank[i]["loss"] for rank in results) for i in range(len(cases))]
+    return {case.name: {**results[0][i], "loss": total[i]} for i, case in enumerate(cases)}
+
+
+@cache
+def wanted(name: str, world_size: int) -> dict[str, torch.Tensor]:
+    return reference(BY_NAME[name], world_size)
+
+
+@pytest.mark.parametrize(("group", "name"), TABLE, ids=[f"{group}-{name}" for group, name in TABLE])
+def test_gradient_is_that_of_the_formula(group: str, name: str) -> None:
+    world_size = GROUPS[group][0]
+    plain = wanted(name, world_size if BY_NAME[name].dropout or BY_NAME[name].options.get("lora_dropout") else 1)
+    ours = found(group)[name]
+    if isinstance(ours, RankFailed):
+        raise ours
+    assert float(ours["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-10)
+    parameter, error = worst_error(ours, plain)
+    assert error < 1e-9, f"{parameter} is off by {error:.2e}"

@@ -1,0 +1,74 @@
+"""However many micro-batches a step has, the ranks exchange embeddings once and gradients once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.harness import run_ranks
+from tests.parity.engine import Case, build, examples
+from tests.tiny import shared, tiny_bert
+from vembed.data.batches import rank_rows
+from vembed.data.share import make_share
+from vembed.distributed import collectives
+from vembed.distributed.session import start_session
+from vembed.training.shortage import MemoryGuard
+from vembed.training.step import ContrastiveStep
+from vembed.training.timing import PhaseTimer
+from vembed.training.update import synchronise
+
+
+def count_rounds(folder: Path, strategy: str, cases: list[Case]) -> list[dict[str, Any]]:
+    """On every rank: what a step of each case sends, by the counters of vembed and of torch."""
+    found, reduced = [], []
+
+    def counted(original: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            reduced.append(1)
+            return original(*args, **options)
+
+        return call
+
+    # In torch's namespace, where FSDP and vembed find it.
+    name = "reduce_scatter_single" if "reduce_scatter_single" in vars(dist) else "reduce_scatter_tensor"
+    setattr(dist, name, counted(getattr(dist, name)))
+    with start_session(cases[0].config(folder, strategy=strategy, use_fsdp=strategy == "fsdp")) as session:
+        for case in cases:
+            config = case.config(folder, strategy=strategy, use_fsdp=strategy == "fsdp", gradient_checkpointing=False)
+            embedder, loss, featuriser = build(case, config)
+            model = session.prepare(embedder, embedder.description.layer_classes)
+            rows = examples(case)
+            own = rank_rows(len(rows), session.rank, session.world_size)
+            share = make_share(rows[own], own.start, 0, 0, featuriser)
+            guard = MemoryGuard(config, session)
+            step = ContrastiveStep(
+                model, loss, featuriser, session, case.budget(), PhaseTimer(session.device), guard, seed=0
+            )
+            collectives.reset_collective_counts()
+            reduced.clear()
+            result = step.accumulate(share, 0, weight=1.0, last=True)
+            synchronise(model, loss, session)
+            ours = collectives.collective_counts()
+            units = len(reduced) - ours["reduce_scatter_rows"]
+            found.append({"calls": result.num_calls, "ours": ours, "reduce_scatters": units})
+    return found
+
+
+def test_one_round_of_gradients_per_step() -> None:
+    cases = [Case("rows", micro="row"), Case("whole", micro="whole")]
+    folder = shared(tiny_bert)
+    copies = run_ranks(count_rounds, 2, folder, "ddp", cases, timeout=90, process_group=False)[0]
+    shards = run_ranks(count_rounds, 2, folder, "fsdp", cases, timeout=90, process_group=False)[0]
+    for rows, whole in (copies, shards):
+        assert rows["calls"] > 20 and whole["calls"] == 2
+        assert rows["ours"] == whole["ours"]
+        assert rows["ours"]["all_gather_ints"] == 1
+        assert rows["ours"]["all_gather_rows"] == 2  # the embeddings, and how the rows refer to them
+        assert rows["ours"]["reduce_scatter_rows"] == 1
+        assert rows["reduce_scatters"] == whole["reduce_scatters"]
+    assert copies[0]["ours"]["all_reduce_gradients"] == 1
+    assert "all_reduce_gradients" not in shards[0]["ours"]
+    num_units = 2 + 1 + 1  # layers, input embeddings, the rest
+    assert shards[0]["reduce_scatters"] in (num_units, num_units + 1)

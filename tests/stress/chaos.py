@@ -1,0 +1,217 @@
+"""python -m tests.stress.chaos: a real run killed, stopped and damaged at random moments until it is done, and compared
+with the same run left in peace: no step missing or doubled, equal losses, equal weights, no process left over."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from safetensors.torch import load_file
+
+from tests.tiny import WORDS, tiny_bert
+
+STEPS_PER_ROUND = 4
+PATIENCE_SECONDS = 120.0
+LOSS_TOLERANCE = 1e-5
+WEIGHT_TOLERANCE = 1e-5
+
+
+@dataclass
+class Story:
+    """What was done to the run, for the summary."""
+
+    killed: int = 0
+    stopped: int = 0
+    truncated: int = 0
+    starts: list[str] = field(default_factory=list)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Parse the arguments and run; exit code 0 if the two runs are equal."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=50, help="how often the run is broken")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    arguments = parser.parse_args(words)
+    print(f"chaos: {arguments.rounds} rounds, seed {arguments.seed}")
+    with tempfile.TemporaryDirectory(prefix="vembed-chaos-") as folder:
+        chaos(Path(folder), arguments.rounds, random.Random(arguments.seed))
+
+
+def chaos(folder: Path, rounds: int, draw: random.Random) -> Story:
+    """Break a run `rounds` times in `folder`, then compare it with the unbroken one; asserts that they are equal."""
+    config = write_run(folder, num_steps=STEPS_PER_ROUND * (rounds + 1))
+    whole, broken = folder / "whole", folder / "broken"
+    finish(start(config, whole, 1, "ddp"))
+    story = Story()
+    for number in range(rounds):
+        nproc, strategy = draw.choice([1, 2, 3]), draw.choice(["ddp", "fsdp"])
+        story.starts.append(f"{strategy}-{nproc}")
+        process = start(config, broken, nproc, strategy)
+        wait_for_steps(process, broken, last_step(broken) + draw.randint(0, STEPS_PER_ROUND))
+        time.sleep(draw.random() * 0.2)
+        hurt(process, draw, story)
+        assert_nobody_left(broken)
+        newest = max(broken.glob("checkpoint-*[0-9]"), key=step_of, default=None)
+        if newest is not None and number % 5 == 4:
+            victim = draw.choice(sorted(path for path in newest.iterdir() if path.stat().st_size))
+            os.truncate(victim, draw.randrange(victim.stat().st_size))
+            story.truncated += 1
+        print(f"round {number + 1}: {story.starts[-1]}, step {last_step(broken)}, {exit_of(process)}", flush=True)
+    finish(start(config, broken, 2, "ddp"))
+    compare(whole, broken)
+    print(f"equal: {story.killed} kills, {story.stopped} stops, {story.truncated} damaged checkpoints")
+    return story
+
+
+def write_run(folder: Path, num_steps: int) -> Path:
+    """A tiny model, data and config; the path of the config."""
+    draw = random.Random(0)
+    lines = []
+    for _ in range(96):
+        first, second = draw.sample(WORDS, 2)
+        positive = " ".join([first, *draw.choices(WORDS, k=draw.randint(1, 20)), second])
+        lines.append(json.dumps({"query": f"{first} {second}", "positive": positive}))
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    settings = {
+        "model_name": str(tiny_bert(folder / "model", dropout=0.0)),
+        "data_path": str(folder / "train.jsonl"),
+        "global_batch_size": 12,
+        "max_steps": num_steps,
+        "learning_rate": 1e-3,
+        # The gradient of an attention key bias is zero but for rounding, which Adam would blow up to whole steps.
+        "adam_epsilon": 1e-4,
+        "micro_batch_tokens": 64,
+        "use_gradient_cache": True,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "resume": "auto",
+        "report_to": "none",
+    }
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def start(config: Path, output: Path, nproc: int, strategy: str) -> subprocess.Popen[bytes]:
+    """`vembed train` as a user starts it, in a process group of its own."""
+    command = [sys.executable, "-m", "vembed", "train", str(config), f"output_dir={output}", f"strategy={strategy}"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    output.mkdir(exist_ok=True)
+    with (output / "console.txt").open("ab") as console:
+        return subprocess.Popen(
+            [*command, "--nproc", str(nproc)], stdout=console, stderr=console, env=environment, start_new_session=True
+        )
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a run that nobody disturbs."""
+    assert process.wait(timeout=10 * PATIENCE_SECONDS) == 0, f"exit code {process.returncode}"
+
+
+def wait_for_steps(process: subprocess.Popen[bytes], output: Path, wanted: int) -> None:
+    """Until the run has logged a step, has ended, or the patience has."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while process.poll() is None and last_step(output) < wanted and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def hurt(process: subprocess.Popen[bytes], draw: random.Random, story: Story) -> None:
+    """Kill one process of the run, or all, or ask it to stop; then wait for its end."""
+    family = [process.pid, *(child.pid for child in children(process.pid))]
+    if process.poll() is None:
+        if draw.random() < 0.5:
+            story.killed += 1
+            victims = draw.choice([[draw.choice(family)], family])
+            for victim in victims:
+                send(victim, signal.SIGKILL)
+        else:
+            story.stopped += 1
+            send(draw.choice(family), signal.SIGTERM)
+    code = process.wait(timeout=PATIENCE_SECONDS)
+    assert code in (0, 1, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM), f"exit code {code}"
+
+
+def children(pid: int) -> Iterator[psutil.Process]:
+    """All processes below one that is still there."""
+    try:
+        yield from psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """A signal to a process that may be gone."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def assert_nobody_left(output: Path) -> None:
+    """Within a few seconds no process works on the folder any more."""
+    end = time.monotonic() + 30
+    while True:
+        left = [
+            one for one in psutil.process_iter(["cmdline"]) if f"output_dir={output}" in (one.info["cmdline"] or [])
+        ]
+        if not left:
+            return
+        assert time.monotonic() < end, f"orphans: {[one.pid for one in left]}"
+        time.sleep(0.1)
+
+
+def last_step(output: Path) -> int:
+    """The newest logged step; 0 before the first."""
+    return max(steps_and_losses(output), default=0)
+
+
+def steps_and_losses(output: Path) -> dict[int, float]:
+    """Every logged step once; AssertionError where one is doubled."""
+    path = output / "metrics.jsonl"
+    found: dict[int, float] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue  # cut by a kill; resuming drops it
+        if "loss" in values:
+            assert values["step"] not in found, f"step {values['step']} is there twice"
+            found[values["step"]] = values["loss"]
+    return found
+
+
+def step_of(checkpoint: Path) -> int:
+    """checkpoint-12 -> 12."""
+    return int(checkpoint.name.rsplit("-", 1)[1])
+
+
+def exit_of(process: subprocess.Popen[bytes]) -> str:
+    """How the launcher ended."""
+    return f"exit code {process.returncode}"
+
+
+def compare(whole: Path, broken: Path) -> None:
+    """Same steps, same losses, same weights."""
+    wanted, found = steps_and_losses(whole), steps_and_losses(broken)
+    assert list(found) == list(wanted), f"steps differ: {sorted(set(wanted) ^ set(found))}"
+    worst = max(abs(found[step] - wanted[step]) / max(1.0, abs(wanted[step])) for step in wanted)
+    assert worst <= LOSS_TOLERANCE, f"losses differ by {worst:.1e}"
+    one, two = (load_file(folder / "final" / "model.safetensors") for folder in (whole, broken))
+    assert one.keys() == two.keys()
+    off = max(float((one[name] - two[name]).abs().max()) for name in one)
+    assert off <= WEIGHT_TOLERANCE, f"weights differ by {off:.1e}"
+
+
+if __name__ == "__main__":
+    main()
