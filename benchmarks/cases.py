@@ -1,0 +1,110 @@
+"""The cases that both sides train, and the data for them: docstrings and functions of the running standard library."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from vembed.data.batches import BatchPlan
+from vembed.tools.demo import demo_model
+from vembed.tools.demo_data import Pair, standard_library_pairs
+
+SEED = 42
+MRL_DIMS = (384, 256, 128, 64)
+Row = dict[str, str | list[str]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained; the same on both sides."""
+
+    name: str
+    max_length: int
+    batch_size: int = 64
+    steps: int = 6
+    """Steps, of which the first warms up; before them come some without dropout, to compare losses."""
+    uniform: bool = False
+    """Every text fills max_length."""
+    negatives: int = 0
+    """Hard negatives per row; they repeat from row to row."""
+    cached: bool = False
+    """Gradient Cache on both sides."""
+    mrl: bool = False
+    ranks: int = 1
+    """Processes, each with its part of the batch and its part of the cores."""
+    num_rows: int = 0
+    """Rows of the data; 0: as many as the steps need."""
+    only_starts: bool = False
+    """Ends when the first batch is ready."""
+
+
+CASES = (
+    Case("natural-128", 128),
+    Case("natural-256", 256, steps=5),
+    Case("natural-512", 512, steps=3),
+    Case("uniform-128", 128, steps=4, uniform=True),
+    Case("negatives-128", 128, steps=4, negatives=3),
+    Case("mrl-128", 128, mrl=True),
+    Case("cached-1024", 128, batch_size=1024, steps=2, cached=True),
+    Case("ranks-2", 128, ranks=2),
+)
+QUICK_CASES = (
+    Case("natural-128", 128, batch_size=24, steps=3),
+    Case("natural-256", 256, batch_size=16, steps=3),
+    Case("uniform-128", 128, batch_size=8, steps=3, uniform=True),
+    Case("cached-48", 128, batch_size=48, steps=2, cached=True),
+)
+QUICK_MATRYOSHKA = Case("mrl-128", 128, batch_size=24, steps=3, mrl=True)
+"""Smaller, all in about three minutes."""
+
+START_UP = Case("start-up", 128, steps=1, num_rows=2000, only_starts=True)
+
+
+@cache
+def shuffled_pairs() -> list[Pair]:
+    """All pairs, in the order in which every case takes them."""
+    pairs = standard_library_pairs()
+    random.Random(SEED).shuffle(pairs)
+    return pairs
+
+
+def rows_of(case: Case, steps: int, *, skip: int = 0) -> list[Row]:
+    """The rows of so many batches in the order in which they are trained; `skip` batches come before them."""
+    pairs = shuffled_pairs()
+    draw = random.Random(SEED)
+    hard = [pair.positive for pair in pairs[:64]]
+    rows: list[Row] = []
+    for number in range(skip * case.batch_size, max((skip + steps) * case.batch_size, case.num_rows)):
+        pair = pairs[number % len(pairs)]
+        row: Row = {"query": pair.query, "positive": pair.positive}
+        if case.uniform:
+            row = {key: " ".join([str(value)] * (1 + case.max_length // 4)) for key, value in row.items()}
+        if case.negatives:
+            row["negatives"] = draw.sample(hard, case.negatives)
+        rows.append(row)
+    return rows
+
+
+def write_rows(rows: list[Row], batch_size: int, path: Path) -> None:
+    """A JSONL in an order such that vembed's shuffling gives batches 0, 1, 2 ... of the rows."""
+    plan = BatchPlan([len(rows)], batch_size, SEED)
+    order = [int(index) for step in range(plan.steps_per_epoch) for index in plan.batch(0, step)]
+    order += sorted(set(range(len(rows))) - set(order))  # what does not fill a batch
+    placed: list[Row] = [{} for _ in rows]
+    for row, index in zip(rows, order, strict=True):
+        placed[index] = row
+    path.write_text("".join(json.dumps(row) + "\n" for row in placed), encoding="utf-8")
+
+
+def model_without_dropout(folder: Path) -> Path:
+    """A copy of the model whose dropout is 0, so that the losses of both sides can be compared."""
+    target = folder / "no-dropout"
+    shutil.copytree(demo_model(), target)
+    config = json.loads((target / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (target / "config.json").write_text(json.dumps(config))
+    return target

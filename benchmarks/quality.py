@@ -1,0 +1,64 @@
+"""python -m benchmarks.quality: the same steps on both sides over several seeds, and what the models then find."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.cases import Case, Row
+from benchmarks.sides import SIDES
+from benchmarks.train import machine
+from vembed.tools.demo import demo_model
+from vembed.tools.demo_data import split_by_module, standard_library_pairs, write_pairs
+
+CASE = Case("quality", 128, batch_size=64, steps=12)
+NUM_VAL = 600
+MARK = "RESULT "
+
+
+def one(side: str, seed: int) -> float:
+    """nDCG@10 on modules not trained on, after the steps of one seed."""
+    import vembed
+
+    train, val = split_by_module(standard_library_pairs(), CASE.batch_size * CASE.steps, NUM_VAL)
+    random.Random(seed).shuffle(train)
+    rows: list[Row] = [{"query": pair.query, "positive": pair.positive} for pair in train]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_pairs(val, folder / "val.jsonl")
+        trained = SIDES[side](CASE, demo_model(), folder, rows, CASE.steps)
+        scores = vembed.evaluate(trained.folder, folder / "val.jsonl")
+    return float(scores["ndcg@10"])
+
+
+def main() -> None:
+    """Print nDCG@10 of both sides by seed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(MARK + json.dumps(one(arguments.one[0], int(arguments.one[1]))))
+        return
+    print(machine() + "\n", flush=True)
+    print("| seed | vembed nDCG@10 | sentence-transformers nDCG@10 |\n|---|---|---|")
+    found: dict[str, list[float]] = {"vembed": [], "sentence-transformers": []}
+    for seed in range(arguments.seeds):
+        for side, scores in found.items():
+            command = [sys.executable, "-m", "benchmarks.quality", "--one", side, str(seed)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            line = next(line for line in done.stdout.splitlines() if line.startswith(MARK))
+            scores.append(json.loads(line.removeprefix(MARK)))
+        print("| " + " | ".join([str(seed), *(f"{scores[-1]:.4f}" for scores in found.values())]) + " |", flush=True)
+    ours, theirs = (statistics.mean(scores) for scores in found.values())
+    print(f"| mean | {ours:.4f} | {theirs:.4f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""The sides of a comparison: each trains given rows in the order in which they stand, as its own users would."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cases import MRL_DIMS, SEED, Case, Row, write_rows
+
+LEARNING_RATE = 2e-5
+TEMPERATURE = 0.05
+ST_MINI_BATCH_TOKENS = 4096
+"""What was the fastest of 1,024 to 16,384 for the peer on two cores; vembed's own default is the same."""
+
+
+@dataclass
+class Trained:
+    """What a side saw of its own training."""
+
+    began: float = 0.0
+    """When the loop began; time.perf_counter()."""
+    first_batch: float = 0.0
+    """When the first batch was ready to be computed."""
+    ends: list[float] = field(default_factory=list)
+    """When each step ended."""
+    losses: list[float] = field(default_factory=list)
+    folder: str = ""
+    """Where the trained model is."""
+    stop_at_first_batch: bool = False
+
+    def batch_is_ready(self) -> None:
+        """To be called before each batch is computed."""
+        self.first_batch = self.first_batch or time.perf_counter()
+        if self.stop_at_first_batch:
+            raise FirstBatch(self.first_batch)
+
+
+class FirstBatch(BaseException):
+    """Enough was seen: everything is there to compute the first batch, at this time."""
+
+
+Side = Callable[[Case, Path, Path, list[Row], int], Trained]
+"""(case, model, empty folder, rows, steps) -> what was seen."""
+
+
+def run_vembed(case: Case, model: Path, folder: Path, rows: list[Row], steps: int) -> Trained:
+    """As a user runs it: `vembed.train`."""
+    import vembed
+    from vembed.training.step import ContrastiveStep
+
+    if os.environ.get("RANK", "0") == "0":
+        write_rows(rows, case.batch_size, folder / "data.jsonl")
+    trained = Trained(stop_at_first_batch=case.only_starts)
+
+    class Clock(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("set-up took"):
+                trained.began = time.perf_counter()
+            elif record.getMessage().startswith("step "):
+                trained.ends.append(time.perf_counter())
+
+    accumulate = ContrastiveStep.accumulate
+
+    def noticed(*args: Any, **options: Any) -> Any:
+        trained.batch_is_ready()
+        return accumulate(*args, **options)
+
+    clock = Clock()
+    logging.getLogger("vembed").addHandler(clock)
+    ContrastiveStep.accumulate = noticed  # type: ignore[method-assign]
+    try:
+        result = vembed.train(
+            {
+                "model_name": str(model),
+                "data_path": str(folder / "data.jsonl"),
+                "output_dir": str(folder / "out"),
+                "global_batch_size": case.batch_size,
+                "max_steps": steps,
+                "max_length": case.max_length,
+                "learning_rate": LEARNING_RATE,
+                "temperature": TEMPERATURE,
+                "lr_scheduler_type": "constant",
+                "warmup_ratio": 0.0,
+                "weight_decay": 0.0,
+                "seed": SEED,
+                "logging_steps": 1,
+                "report_to": [],
+                "use_gradient_cache": True if case.cached else "auto",
+                **({"use_mrl": True, "mrl_dims": list(MRL_DIMS)} if case.mrl else {}),
+            }
+        )
+    finally:
+        ContrastiveStep.accumulate = accumulate  # type: ignore[method-assign]
+        logging.getLogger("vembed").removeHandler(clock)
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    trained.losses = [line["loss"] for line in lines if "loss" in line]
+    trained.folder = str(result.model_dir)
+    return trained
+
+
+def run_sentence_transformers(case: Case, model: Path, folder: Path, rows: list[Row], steps: int) -> Trained:
+    """As its documentation says: the trainer, with the loss that fits, its collator, its defaults."""
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers import losses as st_losses
+    from sentence_transformers.base.sampler import DefaultBatchSampler
+    from torch.utils.data import SequentialSampler
+    from transformers import TrainerCallback
+
+    network = SentenceTransformer(str(model), device="cpu")
+    network.max_seq_length = case.max_length
+    shared: dict[str, Any] = {"scale": 1 / TEMPERATURE, "gather_across_devices": case.ranks > 1}
+    loss: Any
+    if case.cached:
+        loss = st_losses.CachedMultipleNegativesRankingLoss(
+            network, mini_batch_num_tokens=ST_MINI_BATCH_TOKENS, **shared
+        )
+    else:
+        loss = st_losses.MultipleNegativesRankingLoss(network, **shared)
+    if case.mrl:
+        loss = st_losses.MatryoshkaLoss(network, loss, list(MRL_DIMS))
+    columns: dict[str, list[Any]] = {"anchor": [r["query"] for r in rows], "positive": [r["positive"] for r in rows]}
+    for number in range(case.negatives):
+        columns[f"negative_{number + 1}"] = [r["negatives"][number] for r in rows]
+    trained = Trained(stop_at_first_batch=case.only_starts)
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            trained.began = time.perf_counter()
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            trained.batch_is_ready()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            trained.ends.append(time.perf_counter())
+
+    def in_order(dataset: Any, batch_size: int, drop_last: bool, **_: Any) -> DefaultBatchSampler:
+        return DefaultBatchSampler(SequentialSampler(dataset), batch_size=batch_size, drop_last=drop_last)
+
+    arguments = SentenceTransformerTrainingArguments(
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=case.batch_size // case.ranks,
+        max_steps=steps,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        seed=SEED,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        batch_sampler=in_order,
+    )
+    trainer = SentenceTransformerTrainer(
+        model=network, args=arguments, train_dataset=Dataset.from_dict(columns), loss=loss, callbacks=[Clock()]
+    )
+    trainer.train()
+    trained.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    if arguments.process_index == 0:
+        network.save_pretrained(str(folder / "final"))
+    trained.folder = str(folder / "final")
+    return trained
+
+
+def run_plain(case: Case, model: Path, folder: Path, rows: list[Row], steps: int) -> Trained:
+    """A minimal loop: pad each column, one forward per column, cross entropy, AdamW."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModel.from_pretrained(model, add_pooling_layer=False).train()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+
+    def embed(texts: list[str]) -> torch.Tensor:
+        inputs = tokenizer(texts, padding=True, truncation=True, max_length=case.max_length, return_tensors="pt")
+        hidden = network(**inputs).last_hidden_state
+        mask = inputs["attention_mask"][:, :, None]
+        return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
+
+    trained = Trained(began=time.perf_counter(), folder=str(folder))
+    trained.first_batch = trained.began
+    for start in range(0, steps * case.batch_size, case.batch_size):
+        batch = rows[start : start + case.batch_size]
+        texts = [str(row["positive"]) for row in batch]
+        texts += [str(row["negatives"][number]) for number in range(case.negatives) for row in batch]
+        scores = embed([str(row["query"]) for row in batch]) @ embed(texts).T / TEMPERATURE
+        loss = torch.nn.functional.cross_entropy(scores, torch.arange(len(batch)))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        trained.ends.append(time.perf_counter())
+        trained.losses.append(loss.item())
+    return trained
+
+
+SIDES: dict[str, Side] = {
+    "vembed": run_vembed,
+    "sentence-transformers": run_sentence_transformers,
+    "plain": run_plain,
+}
+
+
+def encode_vembed(model: Path, texts: list[str], max_length: int) -> tuple[float, np.ndarray]:
+    """Seconds for the texts with a loaded model, and their embeddings."""
+    import vembed
+
+    embedder = vembed.Embedder(with_max_length(model, max_length))
+    embedder.encode(texts[:32])
+    began = time.perf_counter()
+    return_value = embedder.encode(texts)
+    return time.perf_counter() - began, return_value
+
+
+def encode_sentence_transformers(model: Path, texts: list[str], max_length: int) -> tuple[float, np.ndarray]:
+    """The same; its `encode` sorts by length, in batches of 32."""
+    from sentence_transformers import SentenceTransformer
+
+    network = SentenceTransformer(str(with_max_length(model, max_length)), device="cpu")
+    network.encode(texts[:32])
+    began = time.perf_counter()
+    embeddings = network.encode(texts)
+    return time.perf_counter() - began, embeddings
+
+
+def with_max_length(model: Path, max_length: int) -> Path:
+    """The folder itself, with another length of texts."""
+    settings = model / "sentence_bert_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"max_seq_length": max_length}))
+    return model
+
+
+ENCODERS = {"vembed": encode_vembed, "sentence-transformers": encode_sentence_transformers}

@@ -1,0 +1,220 @@
+"""python -m benchmarks.train: the same model, batches and loss on vembed and on a peer, in turns, as tables."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cases import CASES, QUICK_CASES, QUICK_MATRYOSHKA, START_UP, Case
+from benchmarks.work import matrix_peak, useful_work
+from benchmarks.worker import AGREEMENT_STEPS, Answer, ask_once, running, training_task
+
+AGREEMENT = 1e-3
+"""The two sides' losses without dropout may differ by this much, relatively; else there is nothing to compare."""
+SAME_EMBEDDINGS = 1e-4
+Ask = Callable[[str, dict[str, Any], int], Answer]
+"""(side, task, ranks) -> answer."""
+
+
+def train_once(ask: Ask, side: str, case: Case, agreement_steps: int = AGREEMENT_STEPS) -> Answer:
+    """One side trains a case."""
+    with training_task(case, agreement_steps) as task:
+        return ask(side, task, case.ranks)
+
+
+def difference(case: Case, ours: Answer, theirs: Answer) -> float:
+    """The largest relative difference of the losses, step by step, without dropout; refuses a large one."""
+    pairs = list(zip(ours["losses"], theirs["losses"], strict=True))
+    worst = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
+    if worst > AGREEMENT:
+        raise SystemExit(f"{case.name}: the losses differ by {worst:.1e} ({pairs}); this is not the same work")
+    return worst
+
+
+def compare(ask: Ask, case: Case, peer: str, repeats: int, agreement_steps: int) -> dict[str, Any]:
+    """Both sides in turns; medians, and the ratio run by run."""
+    peak = matrix_peak()
+    runs = [
+        (train_once(ask, "vembed", case, agreement_steps), train_once(ask, peer, case, agreement_steps))
+        for _ in range(repeats)
+    ]
+    worst = max(difference(case, ours, theirs) for ours, theirs in runs)
+    tokens, flops, padding = useful_work(case, agreement_steps + 1)
+    ours, theirs = (medians([run[side] for run in runs]) for side in (0, 1))
+    return {
+        "case": case.name,
+        "ours": ours,
+        "theirs": theirs,
+        "ratios": [a["samples_per_second"] / b["samples_per_second"] for a, b in runs],
+        "difference": worst,
+        "tokens_per_second": tokens / ours["seconds_per_step"],
+        "share_of_peak": flops / ours["seconds_per_step"] / peak,
+        "padding": padding,
+    }
+
+
+def medians(answers: list[Answer]) -> dict[str, float]:
+    """Of each figure."""
+    return {key: statistics.median(one[key] for one in answers) for key in answers[0] if key != "losses"}
+
+
+def table(results: list[dict[str, Any]], peer: str) -> str:
+    """The results as a Markdown table."""
+    lines = [
+        f"| case | vembed samples/s | {peer} samples/s | ratio (each run) | useful tokens/s "
+        "| padding: vembed, by column | peak GB: vembed, peer | share of matrix peak | loss difference |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in results:
+        ours, theirs = one["ours"], one["theirs"]
+        lines.append(
+            f"| {one['case']} | {ours['samples_per_second']:.1f} | {theirs['samples_per_second']:.1f} "
+            f"| {ratio_cell(one['ratios'])} | {one['tokens_per_second']:,.0f} "
+            f"| {one['padding'][0]:.0%}, {one['padding'][1]:.0%} | {ours['peak_gb']:.2f}, {theirs['peak_gb']:.2f} "
+            f"| {one['share_of_peak']:.0%} | {one['difference']:.0e} |"
+        )
+    return "\n".join(lines)
+
+
+def ratio_cell(ratios: list[float]) -> str:
+    """The median, and in brackets all of them."""
+    runs = f" ({', '.join(f'{ratio:.2f}' for ratio in ratios)})" if len(ratios) > 1 else ""
+    return f"**{statistics.median(ratios):.2f}**{runs}"
+
+
+def matryoshka_line(ask: Ask, case: Case, repeats: int, agreement_steps: int) -> str:
+    """What four sizes cost vembed, against one size on the same batches."""
+    ratios = []
+    for _ in range(repeats):
+        one = train_once(ask, "vembed", replace(case, mrl=False), agreement_steps)
+        four = train_once(ask, "vembed", case, agreement_steps)
+        ratios.append(four["seconds_per_step"] / one["seconds_per_step"])
+    return f"Four Matryoshka sizes take {ratio_cell(ratios)} times the time of one."
+
+
+def start_up_line(peer: str, repeats: int, warm_up: int = 1) -> str:
+    """From the start of the process to the first batch; in fresh processes, caches of the file system warm."""
+    runs: list[tuple[float, float]] = []
+    for _ in range(repeats + warm_up):
+        ours, theirs = (train_once(ask_once, side, START_UP, 0)["first_batch_after"] for side in ("vembed", peer))
+        runs.append((ours, theirs))
+    ours, theirs = (statistics.median(run[side] for run in runs[warm_up:]) for side in (0, 1))
+    return f"Start-up to the first batch of {START_UP.num_rows:,d} pairs: vembed {ours:.1f} s, {peer} {theirs:.1f} s."
+
+
+def encoding_line(ask: Ask, peer: str, repeats: int, num_texts: int, max_length: int) -> str:
+    """`Embedder.encode` against the peer's."""
+    ratios, rates = [], []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as name:
+            answers, embeddings = [], []
+            for side in ("vembed", peer):
+                folder = Path(name) / side
+                folder.mkdir()
+                task = {"num_texts": num_texts, "max_length": max_length, "folder": str(folder)}
+                answers.append(ask(side, task, 1))
+                embeddings.append(np.load(folder / "embeddings.npy"))
+        if (off := float(np.abs(embeddings[0] - embeddings[1]).max())) > SAME_EMBEDDINGS:
+            raise SystemExit(f"the embeddings of both sides differ by {off:.1e}; this is not the same work")
+        rates.append([one["samples_per_second"] for one in answers])
+        ratios.append(rates[-1][0] / rates[-1][1])
+    ours, theirs = (statistics.median(rate[side] for rate in rates) for side in (0, 1))
+    return (
+        f"Encoding {num_texts:,d} functions of up to {max_length} tokens: vembed {ours:.1f}, {peer} {theirs:.1f} "
+        f"texts/s, ratio {ratio_cell(ratios)}."
+    )
+
+
+def machine() -> str:
+    """What the figures hold for."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "sentence-transformers"))
+    return f"{_processor()}, {os.cpu_count()} cores, float32; Python {platform.python_version()}, {packages}"
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def quick(peer: str) -> None:
+    """Small cases, once each, in two processes that stay; start-up apart."""
+    with ExitStack() as stack:
+        workers = {side: stack.enter_context(running(side)) for side in ("vembed", peer)}
+
+        def ask(side: str, task: dict[str, Any], _: int) -> Answer:
+            return workers[side].ask(task)
+
+        results = []
+        for case in QUICK_CASES:
+            if peer == "plain" and case.cached:
+                continue
+            results.append(compare(ask, case, peer, 1, 1))
+            _say(results[-1])
+        print(table(results, peer))
+        if peer != "plain":
+            print(matryoshka_line(ask, QUICK_MATRYOSHKA, 1, 1))
+            print(encoding_line(ask, peer, 1, 200, 128))
+            print(start_up_line(peer, 1, warm_up=0))
+
+
+def full(peer: str, cases: list[Case], repeats: int) -> None:
+    """Every run in a process of its own, so that its peak memory is its own."""
+    results = []
+    for case in cases:
+        results.append(compare(ask_once, case, peer, repeats, 1 if case.cached else AGREEMENT_STEPS))
+        _say(results[-1])
+    if results:
+        print(table(results, peer) + "\n")
+
+
+def _say(result: dict[str, Any]) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {result['case']}: {ratio_cell(result['ratios'])}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Parse the arguments, run the cases, print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peer", choices=["sentence-transformers", "plain"], default="sentence-transformers")
+    parser.add_argument("--quick", action="store_true", help="small cases, once each, in about three minutes")
+    names = [case.name for case in CASES]
+    others = ["matryoshka", "encoding", "start-up"]
+    parser.add_argument("--case", action="append", choices=[*names, *others], help="default: all")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    peer, repeats = arguments.peer, arguments.repeats
+    began = time.time()
+    print(f"{machine()}. Ratios above 1: vembed is faster.\n", flush=True)
+    if arguments.quick:
+        quick(peer)
+    else:
+        wanted = arguments.case or [*names, *others]
+        cases = [case for case in CASES if case.name in wanted]
+        if peer == "plain":
+            cases, wanted = [case for case in cases if not (case.cached or case.mrl or case.ranks > 1)], []
+        full(peer, cases, repeats)
+        if "matryoshka" in wanted:
+            print(matryoshka_line(ask_once, next(case for case in CASES if case.mrl), repeats, AGREEMENT_STEPS))
+        if "encoding" in wanted:
+            print(encoding_line(ask_once, peer, repeats, 1000, 256))
+        if "start-up" in wanted:
+            print(start_up_line(peer, repeats))
+    print(f"\n{(time.time() - began) / 60:.1f} minutes", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What a step's useful arithmetic is, what padding costs, and what the machine's plain matrix product reaches."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import torch
+
+from benchmarks.cases import Case, rows_of
+from vembed.config.schema import TrainConfig
+from vembed.data import microbatches
+from vembed.data.examples import Item, Kind
+from vembed.data.features import Featuriser
+from vembed.models.families import describe
+from vembed.tools.demo import demo_model
+from vembed.training.budget import CPU_MICRO_BATCH_TOKENS
+
+
+def matrix_peak() -> float:
+    """FLOP/s of a float32 matrix product of the model's feed-forward size; the best of a few."""
+    left, right = torch.randn(4096, 384), torch.randn(384, 1536)
+    best = float("inf")
+    for _ in range(30):
+        began = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - began)
+    return 2 * 4096 * 384 * 1536 / best
+
+
+def useful_work(case: Case, skip: int = 0) -> tuple[float, float, tuple[float, float]]:
+    """Per timed step (`skip` come before them): distinct tokens without padding; their FLOPs forward and backward, and
+    once more with Gradient Cache; and the share of padding in sorted micro-batches and padded column by column."""
+    settings = json.loads((demo_model() / "config.json").read_text())
+    hidden, inner, layers = settings["hidden_size"], settings["intermediate_size"], settings["num_hidden_layers"]
+    featuriser = Featuriser(
+        describe(TrainConfig(model_name=str(demo_model()), data_path="none", max_length=case.max_length))
+    )
+    rows = rows_of(case, case.steps - 1, skip=skip)
+    tokens = flops = padded = by_column = 0.0
+    steps = len(rows) // case.batch_size
+    for start in range(0, steps * case.batch_size, case.batch_size):
+        batch = rows[start : start + case.batch_size]
+        columns: list[list[tuple[Item, Kind]]] = [
+            [(Item(str(row["query"])), "query") for row in batch],
+            [(Item(str(row["positive"])), "document") for row in batch],
+            *[[(Item(row["negatives"][i]), "document") for row in batch] for i in range(case.negatives)],
+        ]
+        lengths = [[one.length for one in featuriser.features(column)] for column in columns]
+        by_column += sum(len(column) * max(column) for column in lengths)
+        distinct = {one.key: one.length for column in columns for one in featuriser.features(column)}
+        flat = list(distinct.values())
+        padded += microbatches.padded_tokens(flat, microbatches.plan(flat, CPU_MICRO_BATCH_TOKENS))
+        tokens += sum(flat)
+        per_token = 2 * (4 * hidden * hidden + 2 * hidden * inner)
+        flops += layers * sum(length * per_token + 4 * length * length * hidden for length in flat)
+    passes = 4 if case.cached else 3
+    return tokens / steps, passes * flops / steps, (1 - tokens / padded, 1 - tokens / by_column)
