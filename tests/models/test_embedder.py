@@ -199,13 +199,15 @@ def test_flash_attention_that_is_missing_is_said_and_sdpa_named():
         (False, (9, 0), {}, "sdpa", "not installed"),
         (True, (7, 5), {}, "sdpa", "older"),
         (True, (9, 0), {"mixed_precision": "no"}, "sdpa", "no float32"),
+        (True, (9, 0), {"pure_dtype": True}, "sdpa", "no float32"),
     ],
 )
 def test_auto_takes_flash_attention_where_it_can(installed, capability, options, kernel, said, monkeypatch):
     monkeypatch.setattr(precision, "is_flash_attn_2_available", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config = config_for(tiny.tiny_bert, **options)
-    chosen, reason = precision.attention_kernel(config, type(built(tiny.tiny_bert).backbone), torch.device("cuda"))
+    backbone = type(built(tiny.tiny_bert).backbone)
+    chosen, reason = precision.attention_kernel(config, backbone, torch.device("cuda"), torch.float32)
     assert chosen == kernel and said in reason
 
 

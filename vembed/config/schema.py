@@ -78,6 +78,9 @@ class TrainConfig(Frozen):
     """Dtype of the arithmetic. `auto`: bf16 on GPUs that have it, otherwise no. The loss is always float32."""
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernel. `auto`: flash-attn where it is installed and the GPU allows, otherwise sdpa."""
+    padding_free: Literal["auto"] | bool = "auto"
+    """Put the texts of a micro-batch through the model end to end, without their padding. `auto`: for the models and
+    kernels that can; `true`: or stop and say why not."""
     bidirectional_attention: bool = False
     """For decoder-only models: let every token see every other one (no causal mask)."""
     max_length: PositiveInt | None = None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vembed.data.features import Features, Featuriser
 from vembed.models.description import Lane
+from vembed.models.packing import TOKENS, token_index
 
 Part = tuple[Lane, list[int]]
 """A lane, and the inputs (by number) of one of its micro-batches; without any, a dummy runs."""
@@ -27,9 +28,11 @@ CALLS_AHEAD = 2
 class Feeder:
     """Turns calls (lanes with indices of inputs) into what the model's forward takes."""
 
-    def __init__(self, featuriser: Featuriser, device: torch.device) -> None:
+    def __init__(self, featuriser: Featuriser, device: torch.device, *, packs_texts: bool = False) -> None:
+        """`packs_texts`: the model takes texts without their padding."""
         self.featuriser = featuriser
         self.device = device
+        self.packs_texts = packs_texts
         self.pool: ThreadPoolExecutor | None = None
 
     def feed(self, calls: Sequence[Call], features: Sequence[Features]) -> Iterator[Inputs]:
@@ -50,7 +53,12 @@ class Feeder:
 
     def padded_tokens(self, call: Call, features: Sequence[Features]) -> int:
         """Tokens and patches that the call puts through the model, padding included."""
-        return sum(len(rows) * max(features[row].length for row in rows) for _, rows in call if rows)
+        total = 0
+        for lane, rows in call:
+            lengths = [features[row].length for row in rows]
+            is_packed = lane == "text" and self.packs_texts
+            total += sum(lengths) if is_packed else len(rows) * max(lengths, default=0)
+        return total
 
     def _collate(self, call: Call, features: Sequence[Features]) -> Inputs:
         return [
@@ -59,6 +67,10 @@ class Feeder:
         ]
 
     def _to_device(self, inputs: Inputs) -> Inputs:
+        if self.device.type == "cuda":
+            for lane, batch in inputs:
+                if lane == "text" and "attention_mask" in batch:
+                    batch[TOKENS] = token_index(batch["attention_mask"])  # to ask the GPU for it would be to wait
         return [
             (lane, {name: to_device(tensor, self.device) for name, tensor in batch.items()}) for lane, batch in inputs
         ]

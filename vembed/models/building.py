@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.models import backbones, cpu_kernels, precision
+from vembed.models import backbones, cpu_kernels, packing, precision
 from vembed.models.adapters import linear_names_inside_layers, merge_saved_adapter, wants_adapters
 from vembed.models.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families import has_mrl_projection
@@ -80,15 +80,25 @@ def _load(
     backbones.adjust_config(model_config, bidirectional=description.bidirectional_attention)
     chosen = backbones.model_class(model_config, trust_remote_code=trust)
     adapted = wants_adapters(config)
-    kernel, reason = precision.attention_kernel(config, chosen, device)
-    if kernel == "sdpa" and config.attn_implementation == "auto" and device.type == "cpu":
-        kernel = cpu_kernels.register()
+    dtype = precision.wanted_dtype(config) if adapted else precision.trained_dtype(config)
+    held = backbones.file_dtype(model_config) if dtype == "auto" else dtype
+    kernel, reason = precision.attention_kernel(config, chosen, device, held)
+    padded = packing.why_padded(config, model_config, device, held)
+    takes_text = not backbones.takes_pixels(model_config, trust_remote_code=trust)
+    if takes_text and padded is not None and config.padding_free is True:
+        raise UserError(f"padding_free: true is not possible: {padded}; leave it out, and texts are padded")
     if not meta:
         log.info("attention: %s (%s)", kernel or "the model's own", reason)
+        if takes_text:
+            log.info("texts: %s", "without padding" if padded is None else f"padded ({padded})")
+    if padded is None:
+        kernel = packing.register()
+    elif kernel == "sdpa" and config.attn_implementation == "auto" and device.type == "cpu":
+        kernel = cpu_kernels.register()
     backbone = backbones.load_backbone(
         folder,
         model_config,
-        dtype=precision.wanted_dtype(config) if adapted else precision.trained_dtype(config),
+        dtype=dtype,
         quantization=_four_bit(config, chosen, model_config, device) if config.use_qlora else None,
         device=device,
         attn_implementation=kernel,

@@ -8,6 +8,7 @@ The mathematics is the same; the draws are others, and depend on torch's seed al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,9 +27,13 @@ LEVELS = 2**16
 def keep_mask(shape: torch.Size, p: float) -> tuple[Tensor, float]:
     """Which elements dropout keeps, and what they are multiplied by; `p` is rounded to a 65,536th."""
     count = shape.numel()
-    kept_levels = round((1.0 - p) * LEVELS)
     bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-    return (bits[:count] < kept_levels - LEVELS // 2).view(shape), LEVELS / kept_levels
+    return (bits[:count] < round((1.0 - p) * LEVELS) - LEVELS // 2).view(shape), scale_of(p)
+
+
+def scale_of(p: float) -> float:
+    """What dropout multiplies by what it keeps."""
+    return LEVELS / round((1.0 - p) * LEVELS)
 
 
 class CpuDropout(nn.Dropout):
@@ -59,8 +64,41 @@ class _Dropped(torch.autograd.Function):
         return torch.ops.aten.native_dropout_backward(gradients[0].contiguous(), mask, ctx.scale), None, None
 
 
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dropout(softmax(q k^T * scaling + mask)) v, and what the way back needs: probabilities and draws."""
+    scores = torch.matmul(query * scaling, key.transpose(2, 3))
+    if mask is not None and mask.dtype == torch.bool:
+        scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores += mask
+    probabilities = torch.softmax(scores, dim=-1)
+    kept, scale = keep_mask(probabilities.shape, p)
+    dropped = torch.ops.aten.native_dropout_backward(probabilities, kept, scale)
+    return torch.matmul(dropped, value), probabilities, kept
+
+
+def attend_backward(
+    inputs: Sequence[Tensor], draws: tuple[Tensor, Tensor], p: float, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value. `inputs`: these three and the gradient of what `attend` gave; `draws`:
+    what it kept."""
+    query, key, value, gradient = inputs
+    probabilities, kept = draws
+    scale = scale_of(p)
+    dropped = torch.ops.aten.native_dropout_backward(probabilities, kept, scale)
+    grad_value = torch.matmul(dropped.transpose(2, 3), gradient)
+    through = torch.matmul(gradient, value.transpose(2, 3))
+    through = torch.ops.aten.native_dropout_backward(through, kept, scale)
+    scores = torch.ops.aten._softmax_backward_data(through, probabilities, -1, probabilities.dtype)
+    grad_query = torch.matmul(scores, key).mul_(scaling)
+    grad_key = torch.matmul(scores.transpose(2, 3), query).mul_(scaling)
+    return grad_query, grad_key, grad_value
+
+
 class _DroppedAttention(torch.autograd.Function):
-    """dropout(softmax(q k^T * scaling + mask)) v, a few rows of the batch at a time; keeps probabilities and draws."""
+    """`attend`, a few rows of the batch at a time."""
 
     @staticmethod
     def forward(
@@ -70,41 +108,26 @@ class _DroppedAttention(torch.autograd.Function):
         step = max(1, SCORES_AT_ONCE // max(1, heads * length * key.shape[2]))
         output = torch.empty(*query.shape[:3], value.shape[3], dtype=value.dtype)
         saved: list[Tensor] = []
-        scale = 1.0
         for start in range(0, rows, step):
             piece = slice(start, start + step)
-            scores = torch.matmul(query[piece] * scaling, key[piece].transpose(2, 3))
-            if mask is not None:
-                part = mask[piece] if mask.shape[0] > 1 else mask
-                if part.dtype == torch.bool:
-                    scores.masked_fill_(~part, torch.finfo(scores.dtype).min)
-                else:
-                    scores += part
-            probabilities = torch.softmax(scores, dim=-1)
-            kept, scale = keep_mask(probabilities.shape, p)
-            dropped = torch.ops.aten.native_dropout_backward(probabilities, kept, scale)
-            output[piece] = torch.matmul(dropped, value[piece])
-            saved += [probabilities, kept]
+            part = mask[piece] if mask is not None and mask.shape[0] > 1 else mask
+            output[piece], *kept = attend(query[piece], key[piece], value[piece], part, p, scaling)
+            saved += kept
         ctx.save_for_backward(query, key, value, *saved)
-        ctx.step, ctx.scale, ctx.scaling = step, scale, scaling
+        ctx.step, ctx.p, ctx.scaling = step, p, scaling
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *saved = ctx.saved_tensors
-        grad_query, grad_key, grad_value = (torch.empty_like(one) for one in (query, key, value))
+        results = [torch.empty_like(one) for one in (query, key, value)]
         for number, start in enumerate(range(0, query.shape[0], ctx.step)):
             piece = slice(start, start + ctx.step)
-            probabilities, kept = saved[2 * number], saved[2 * number + 1]
-            gradient = gradients[0][piece]
-            dropped = torch.ops.aten.native_dropout_backward(probabilities, kept, ctx.scale)
-            grad_value[piece] = torch.matmul(dropped.transpose(2, 3), gradient)
-            through = torch.matmul(gradient, value[piece].transpose(2, 3))
-            through = torch.ops.aten.native_dropout_backward(through, kept, ctx.scale)
-            scores = torch.ops.aten._softmax_backward_data(through, probabilities, -1, probabilities.dtype)
-            grad_query[piece] = torch.matmul(scores, key[piece]).mul_(ctx.scaling)
-            grad_key[piece] = torch.matmul(scores.transpose(2, 3), query[piece]).mul_(ctx.scaling)
-        return grad_query, grad_key, grad_value, None, None, None
+            inputs = [one[piece] for one in (query, key, value, gradients[0])]
+            found = attend_backward(inputs, (saved[2 * number], saved[2 * number + 1]), ctx.p, ctx.scaling)
+            for result, gradient in zip(results, found, strict=True):
+                result[piece] = gradient
+        return *results, None, None, None
 
 
 def attention(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.models import backbones, cpu_kernels, precision
+from vembed.models import backbones, cpu_kernels, packing, precision
 from vembed.models.adapters import add_adapters, wants_adapters
 from vembed.models.building import build_backbone, build_head, cast_frozen_towers, scale_and_bias
 from vembed.models.description import Lane, ModelDescription
@@ -97,6 +97,11 @@ class EmbeddingModel(nn.Module):
         if not takes_image_features(self.backbone):
             return None
         return 4 * self.description.hidden_dim * num_image_features(self.backbone)
+
+    def packs_texts(self) -> bool:
+        """Whether texts go through the model without their padding."""
+        text = self.backbone.text_model if self.description.family == "composed" else self.backbone
+        return packing.packs(text)
 
     # ---- the loss's learned scale and bias -------------------------------------------------------------------------
 

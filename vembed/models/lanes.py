@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vembed.models import packing
 from vembed.models.backbones import is_decoder_only
 from vembed.models.description import ModelDescription
 from vembed.models.pooling import pool
@@ -81,6 +82,9 @@ def padding_mask(inputs: Inputs) -> Tensor | None:
 
 def _text(description: ModelDescription, backbone: Backbone, inputs: Inputs) -> Tensor:
     mask = padding_mask(inputs)
+    if packing.packs(backbone):
+        hidden = packing.hidden_states(backbone, inputs["input_ids"], mask, inputs.get(packing.TOKENS))
+        return pool(description.pooling, hidden, mask)
     arguments: dict[str, object] = {"input_ids": inputs["input_ids"]}
     if mask is not None:
         arguments["attention_mask"] = mask

@@ -65,10 +65,16 @@ def dtype_in_files(folder: Path) -> torch.dtype:
     return _NAMES_IN_FILES[sizes.most_common(1)[0][0]] if sizes else torch.float32
 
 
+def computes_in_half(config: TrainConfig, held: torch.dtype) -> bool:
+    """Whether attention gets 16 bits from weights held in a dtype. `pure_dtype` comes without autocast in use."""
+    return held in (torch.bfloat16, torch.float16) or (config.mixed_precision != "no" and not config.pure_dtype)
+
+
 def attention_kernel(
-    config: TrainConfig, backbone: type[PreTrainedModel], device: torch.device
+    config: TrainConfig, backbone: type[PreTrainedModel], device: torch.device, held: torch.dtype
 ) -> tuple[str | None, str]:
-    """The attention implementation to load with, and why; None: the model's own, where it offers no choice."""
+    """The attention implementation to load with, and why; None: the model's own, where it offers no choice. `held`:
+    dtype of the weights."""
     asked = config.attn_implementation
     has_sdpa, has_flash = bool(backbone._supports_sdpa), bool(backbone._supports_flash_attn)
     if asked == "flash_attention_2":
@@ -83,13 +89,13 @@ def attention_kernel(
         raise UserError(f"attn_implementation: {backbone.__name__} has no sdpa; use auto or eager")
     if asked != "auto":
         return asked, "attn_implementation says so"
-    reason = _why_no_flash(config, has_flash, device)
+    reason = _why_no_flash(config, has_flash, device, held)
     if reason is None:
         return "flash_attention_2", "auto: flash-attn is installed and the GPU allows it"
     return "sdpa" if has_sdpa else None, f"auto: {reason}"
 
 
-def _why_no_flash(config: TrainConfig, has_flash: bool, device: torch.device) -> str | None:
+def _why_no_flash(config: TrainConfig, has_flash: bool, device: torch.device, held: torch.dtype) -> str | None:
     if device.type != "cuda":
         return "no CUDA GPU"
     if not has_flash:
@@ -98,7 +104,7 @@ def _why_no_flash(config: TrainConfig, has_flash: bool, device: torch.device) ->
         return "flash-attn is not installed"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than flash-attn allows"
-    if config.mixed_precision == "no" and config.torch_dtype not in ("bfloat16", "float16"):
+    if not computes_in_half(config, held):
         return "flash-attn has no float32"
     return None
 

@@ -25,7 +25,8 @@ _LENGTH_AND_MACHINES = """
 # The global batch is compared as the product that it is.
 _MEMORY_AND_SPEED = """
     batch_size global_batch_size num_workers micro_batch_tokens gradient_cache_chunk_size use_gradient_cache
-    kept_graph_tokens cache_frozen_features gradient_checkpointing torch_compile attn_implementation deterministic
+    kept_graph_tokens cache_frozen_features gradient_checkpointing torch_compile attn_implementation padding_free
+    deterministic
 """
 _WATCHED_AND_KEPT = """
     val_data_path eval_steps eval_before eval_metric eval_ks eval_batch_tokens save_steps save_total_limit save_merged

@@ -136,7 +136,7 @@ def run(
         config, description, device=session.model_device, computes_on=session.device, meta=session.builds_empty
     )
     start_head(config, embedder, featuriser, store, session)
-    frozen, images = embedder.frozen_lanes(), embedder.bytes_of_frozen_images()
+    frozen, images, packs = embedder.frozen_lanes(), embedder.bytes_of_frozen_images(), embedder.packs_texts()
     stores = open_stores(config, session, embedder)
     model = session.prepare(embedder, description.layer_classes)
     scale, bias = embedder.initial_scale_and_bias() or (None, None)
@@ -155,7 +155,9 @@ def run(
     budget = find_budget(config, model, featuriser, session, stream.sample())
     guard = MemoryGuard(config, session)
     timer, profile = PhaseTimer(session.device), Profile(config, session.rank)
-    step = ContrastiveStep(model, loss, featuriser, session, budget, timer, guard, config.seed, frozen, stores, images)
+    step = ContrastiveStep(
+        model, loss, featuriser, session, budget, timer, guard, config.seed, frozen, stores, images, packs_texts=packs
+    )
     update = Update(model, loss, optimizer, session, config, state.scale)
     watch, window = Watch(config, session), Window()
     earlier = state.seconds

@@ -94,9 +94,11 @@ class ContrastiveStep:
         frozen_lanes: Sequence[Lane] = (),
         stores: Stores | None = None,
         image_bytes: int | None = None,
+        *,
+        packs_texts: bool = False,
     ) -> None:
         """`frozen_lanes`: lanes whose towers are not trained; each of their inputs passes its tower once per step, or
-        never where `stores` holds its features already. `image_bytes`: see `EmbeddingModel.bytes_of_frozen_images`."""
+        never where `stores` holds its features already. `image_bytes`, `packs_texts`: see `EmbeddingModel`."""
         self.model = model
         self.loss = loss
         self.featuriser = featuriser
@@ -105,7 +107,7 @@ class ContrastiveStep:
         self.timer = timer
         self.guard = guard
         self.seed = seed
-        self.feeder = Feeder(featuriser, session.device)
+        self.feeder = Feeder(featuriser, session.device, packs_texts=packs_texts)
         self.frozen = FrozenTowers(model, frozen_lanes, self.feeder, stores or {})
         self.images = FrozenImages(model, session, image_bytes)
 

@@ -1,0 +1,318 @@
+"""Packing: the texts of a micro-batch end to end in one row, without padding, and attention that keeps them apart."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.masking_utils import sdpa_mask
+from transformers.utils import is_flash_attn_2_available
+
+from vembed.config.schema import TrainConfig
+from vembed.models import cpu_kernels
+from vembed.models.backbones import is_decoder_only
+from vembed.models.precision import computes_in_half
+
+IMPLEMENTATION = "vembed_packed"
+"""Name under which Transformers finds `attention`; a backbone that was loaded with it packs."""
+TOKENS = "token_index"
+"""Key of inputs: where the real tokens are in the flattened input_ids, found on the host to spare a GPU the wait."""
+MODEL_TYPES = ("bert", "distilbert", "llama", "mistral", "qwen2", "qwen3", "roberta", "xlm-roberta")
+"""Models whose layers hand on what attention needs here, and that take positions as they are given; each is tested."""
+_POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta")
+"""Models that count positions from behind the padding token's id."""
+_LONGEST_HEAD = 256
+SDPA_PIECES = 8
+"""Scores that are never written down may be so many times more at once."""
+
+
+def why_padded(config: TrainConfig, model: PretrainedConfig, device: torch.device, held: torch.dtype) -> str | None:
+    """Why texts keep their padding in this model on this device; None: they need not. `held`: dtype of the weights."""
+    if config.padding_free is False:
+        return "padding_free: false"
+    if model.model_type not in MODEL_TYPES:
+        return f"{model.model_type} is not among the models that are tested without padding"
+    if config.attn_implementation in ("eager", "sdpa"):
+        return f"attn_implementation: {config.attn_implementation}"
+    if device.type == "cpu":
+        return "compiled layers on a CPU" if config.torch_compile else None
+    return _why_no_kernel(model, device) if computes_in_half(config, held) else "flash attention has no float32"
+
+
+def _why_no_kernel(model: PretrainedConfig, device: torch.device) -> str | None:
+    """What keeps the kernels for texts of different lengths from this model on a GPU."""
+    values = model.to_dict()
+    heads = int(values.get("num_attention_heads") or values["n_heads"])
+    size = int(values.get("head_dim") or int(values.get("hidden_size") or values["dim"]) // heads)
+    dropout = float(values.get("attention_probs_dropout_prob") or values.get("attention_dropout") or 0.0)
+    if not torch.cuda.is_available():
+        return "no CUDA GPU"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than flash attention allows"
+    if size > _LONGEST_HEAD:
+        return f"flash attention has no heads of {size}"
+    if is_flash_attn_2_available():
+        return None
+    if not _torch_has_varlen():
+        return "flash-attn is not installed, and this torch has no attention for texts of different lengths"
+    return "attention dropout needs flash-attn, which is not installed" if dropout else None
+
+
+def _torch_has_varlen() -> bool:
+    if find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+def register() -> str:
+    """Make `attention` known to Transformers and return its name."""
+    AttentionInterface.register(IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+    return IMPLEMENTATION
+
+
+def packs(backbone: Any) -> bool:
+    """Whether the backbone takes texts without padding."""
+    return bool(backbone.config._attn_implementation == IMPLEMENTATION)
+
+
+def token_index(mask: Tensor) -> Tensor:
+    """Where the real tokens are in a flattened micro-batch."""
+    return mask.flatten().nonzero().squeeze(1)
+
+
+def hidden_states(backbone: Any, input_ids: Tensor, mask: Tensor | None, index: Tensor | None) -> Tensor:
+    """[n, tokens, dim] of a padded micro-batch, of which only the real tokens go through the model; zeros elsewhere.
+    `index`: `token_index(mask)`, where it is known."""
+    num_texts, longest = input_ids.shape
+    device = input_ids.device
+    if mask is None:
+        tokens, places = input_ids.flatten(), torch.arange(longest, device=device).repeat(num_texts)
+        starts = torch.arange(num_texts + 1, device=device) * longest
+    else:
+        index = token_index(mask) if index is None else index
+        tokens, places = input_ids.flatten()[index], (mask.cumsum(dim=1) - 1).flatten()[index]
+        starts = functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
+    if backbone.config.model_type in _POSITIONS_AFTER_PADDING:
+        places = places + backbone.config.pad_token_id + 1
+    arguments: dict[str, Any] = {"use_cache": False} if is_decoder_only(backbone.config) else {}
+    output: Tensor = backbone(
+        input_ids=tokens[None],
+        position_ids=places[None],
+        attention_mask=tokens.new_zeros(1, 1, 1, 1),  # a mask of four dimensions is handed on as it is, and not read
+        packed=Packed(starts.to(torch.int32), longest),
+        **arguments,
+    ).last_hidden_state[0]
+    if index is not None:
+        output = output.new_zeros(num_texts * longest, output.shape[1]).index_copy(0, index, output)
+    return output.view(num_texts, longest, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """How a row of tokens is made of texts."""
+
+    starts: Tensor
+    """int32 [n + 1]: where each text begins, and where the last one ends."""
+    longest: int
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    packed: Packed | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' interface of attention functions; `packed` is handed through the layers. Who calls the backbone
+    without it gets attention as usual."""
+    if packed is None:
+        return cpu_kernels.attention(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+            sliding_window=sliding_window, **others,
+        )  # fmt: skip
+    causal = bool(module.__dict__.get("is_causal", False) if is_causal is None else is_causal)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = sliding_window if sliding_window is not None and sliding_window < packed.longest else None
+    query, key, value = (one[0].transpose(0, 1) for one in (query, key, value))  # [tokens, heads, size of a head]
+    if query.device.type == "cuda":
+        output = _by_kernel(query, key, value, packed, dropout, scaling, causal, window)
+    else:
+        own = dropout > 0.0 and key.shape[1] == query.shape[1] and not torch.is_autocast_enabled("cpu")
+        scores_at_once = cpu_kernels.SCORES_AT_ONCE * (1 if own else SDPA_PIECES)
+        pieces = cut(tuple(packed.starts.tolist()), scores_at_once // query.shape[1], causal, window)
+        output = (_dropped if own else _by_sdpa)(query, key, value, pieces, dropout, scaling)
+    return output[None], None
+
+
+def _by_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Packed,
+    dropout: float,
+    scaling: float,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """flash-attn's kernel where it is installed, otherwise torch's own."""
+    left = -1 if window is None else window - 1
+    sides = (left, 0 if causal else left)
+    if value.dtype == torch.float32:  # rotary positions or norms may have widened them
+        narrow = torch.get_autocast_dtype("cuda")
+        query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    starts, longest = packed.starts, packed.longest
+    if is_flash_attn_2_available():
+        from flash_attn import flash_attn_varlen_func
+
+        attended: Tensor = flash_attn_varlen_func(
+            query, key, value, starts, starts, longest, longest,
+            dropout_p=dropout, softmax_scale=scaling, causal=causal, window_size=sides,
+        )  # fmt: skip
+        return attended
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped: dict[str, Any] = {}
+    if query.shape[1] > key.shape[1]:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            grouped["enable_gqa"] = True
+        else:
+            times = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+    output = varlen_attn(
+        query, key, value, starts, starts, longest, longest, scale=scaling, window_size=sides, **grouped
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+# ---- on CPUs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive texts whose scores are computed together, padded among themselves alone."""
+
+    tokens: slice
+    num_texts: int
+    longest: int
+    slots: Tensor | None
+    """Which of the num_texts * longest slots hold tokens; None: all."""
+    visible: Tensor | None
+    """[num_texts or 1, 1, longest, longest]: which keys a query sees; None: all."""
+
+    def pad(self, tokens: Tensor) -> Tensor:
+        """[tokens, heads, size] to [texts, heads, longest, size], zeros where nothing is."""
+        num_slots = self.num_texts * self.longest
+        if self.slots is not None:
+            tokens = tokens.new_zeros(num_slots, *tokens.shape[1:]).index_copy_(0, self.slots, tokens)
+        return tokens.view(self.num_texts, self.longest, *tokens.shape[1:]).transpose(1, 2)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """The way back."""
+        tokens = padded.transpose(1, 2).reshape(-1, padded.shape[1], padded.shape[3])
+        return tokens if self.slots is None else tokens.index_select(0, self.slots)
+
+
+@lru_cache(maxsize=8)
+def cut(starts: tuple[int, ...], scores_at_once: int, causal: bool, window: int | None) -> tuple[Piece, ...]:
+    """The pieces of a packed row: as many texts in each as have no more scores than that, or one."""
+    lengths = [end - start for start, end in pairwise(starts)]
+    pieces = []
+    first = 0
+    while first < len(lengths):
+        last, longest = first + 1, lengths[first]
+        while last < len(lengths):
+            wider = max(longest, lengths[last])
+            if (last + 1 - first) * wider**2 > scores_at_once:
+                break
+            last, longest = last + 1, wider
+        pieces.append(_piece(slice(starts[first], starts[last]), lengths[first:last], longest, causal, window))
+        first = last
+    return tuple(pieces)
+
+
+def _piece(tokens: slice, lengths: list[int], longest: int, causal: bool, window: int | None) -> Piece:
+    place = torch.arange(longest)
+    real = place < torch.tensor(lengths)[:, None]
+    slots = None if min(lengths) == longest else real.flatten().nonzero().squeeze(1)
+    visible = None if slots is None else real[:, None, None, :].expand(-1, 1, longest, -1)
+    if causal or window is not None:
+        ahead = place[None, :] - place[:, None]
+        allowed = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+        if window is not None:
+            allowed = allowed & (ahead > -window) & (ahead < window)
+        visible = allowed[None, None] if visible is None else visible & allowed
+    return Piece(tokens, len(lengths), longest, slots, visible)
+
+
+def _by_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...], dropout: float, scaling: float
+) -> Tensor:
+    sizes = [piece.tokens.stop - piece.tokens.start for piece in pieces]
+    times = query.shape[1] // key.shape[1]
+    attended = []
+    for piece, *parts in zip(pieces, *(torch.split(one, sizes) for one in (query, key, value)), strict=True):
+        queries, keys, values = (piece.pad(part) for part in parts)
+        if times > 1:
+            keys, values = keys.repeat_interleave(times, dim=1), values.repeat_interleave(times, dim=1)
+        scores = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=piece.visible, dropout_p=dropout, scale=scaling
+        )
+        attended.append(piece.unpad(scores))
+    return torch.cat(attended)
+
+
+def _dropped(
+    query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...], dropout: float, scaling: float
+) -> Tensor:
+    output: Tensor = _DroppedPieces.apply(query, key, value, pieces, dropout, scaling)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _DroppedPieces(torch.autograd.Function):
+    """dropout(softmax(q k^T * scaling)) v, piece by piece; keeps probabilities and draws."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...], p: float, scaling: float
+    ) -> Tensor:
+        output = query.new_empty(*query.shape[:2], value.shape[2])
+        saved: list[Tensor] = []
+        for piece in pieces:
+            queries, keys, values = (piece.pad(one[piece.tokens]) for one in (query, key, value))
+            attended, *kept = cpu_kernels.attend(queries, keys, values, piece.visible, p, scaling)
+            output[piece.tokens] = piece.unpad(attended)
+            saved += kept
+        ctx.save_for_backward(query, key, value, *saved)
+        ctx.pieces, ctx.p, ctx.scaling = pieces, p, scaling
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *saved = ctx.saved_tensors
+        results = [torch.empty_like(one) for one in (query, key, value)]
+        for number, piece in enumerate(ctx.pieces):
+            inputs = [piece.pad(one[piece.tokens]) for one in (query, key, value, gradients[0])]
+            draws = (saved[2 * number], saved[2 * number + 1])
+            found = cpu_kernels.attend_backward(inputs, draws, ctx.p, ctx.scaling)
+            for result, gradient in zip(results, found, strict=True):
+                result[piece.tokens] = piece.unpad(gradient)
+        return *results, None, None, None
