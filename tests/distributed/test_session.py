@@ -20,7 +20,7 @@ from tests.harness import free_port, rank_outcomes, run_ranks
 from tests.tiny import shared, tiny_bert
 from vembed.config.fsdp import FsdpConfig
 from vembed.distributed import collectives, session, strategy
-from vembed.distributed.devices import choose_precision
+from vembed.distributed.devices import ask_for_growing_segments, choose_precision, float32_products
 from vembed.distributed.environment import Place, read_place
 from vembed.distributed.network import interface_to
 from vembed.distributed.strategy import Choice, Need, choose_strategy, estimate_need
@@ -61,6 +61,27 @@ def test_nodes_counted_as_processes_are_refused_A10() -> None:
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------
+
+
+def test_growing_segments_are_asked_for_unless_the_user_says_otherwise() -> None:
+    env: dict[str, str] = {}
+    ask_for_growing_segments(env)
+    assert env == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        own = {name: "max_split_size_mb:64"}
+        ask_for_growing_segments(own)
+        assert own == {name: "max_split_size_mb:64"}
+
+
+def test_float32_products_are_as_exact_as_before_afterwards() -> None:
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises(KeyError), float32_products("high"):
+        assert torch.get_float32_matmul_precision() == "high"
+        with float32_products("highest"):
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "high"
+        raise KeyError
+    assert torch.get_float32_matmul_precision() == before
 
 
 def test_precision_on_the_cpu_C23_D15() -> None:

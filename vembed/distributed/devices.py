@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -27,6 +28,25 @@ def choose_device(place: Place) -> torch.device:
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def ask_for_growing_segments(env: MutableMapping[str, str] = os.environ) -> None:
+    """Let the GPU's allocator grow its segments: micro-batches differ in shape, and fixed ones would be left in pieces.
+    It reads this once, at the first use of the GPU; what the user has set stays."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & env.keys():
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
+@contextmanager
+def float32_products(precision: Literal["highest", "high"]) -> Iterator[None]:
+    """How exact products of float32 matrices are on GPUs: whole (highest), or in TF32 (high), which is much faster.
+    Afterwards it is as before."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def choose_precision(

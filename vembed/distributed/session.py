@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -20,7 +21,13 @@ from torch.distributed.rendezvous import rendezvous
 from vembed.config.fsdp import FsdpConfig, resolve_fsdp
 from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives, cpu_fsdp, sharding
-from vembed.distributed.devices import Precision, choose_device, choose_precision
+from vembed.distributed.devices import (
+    Precision,
+    ask_for_growing_segments,
+    choose_device,
+    choose_precision,
+    float32_products,
+)
 from vembed.distributed.environment import Place, read_place
 from vembed.distributed.memory import keep_freed_memory
 from vembed.distributed.network import interface_to
@@ -32,8 +39,8 @@ log = logging.getLogger("vembed")
 WHOLE_GRADIENTS_SHARE = 0.2
 """Gradients of the whole model may take this share of a process's memory between the micro-batches of a step."""
 _CHANGED_VARIABLES = (
-    "ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "GLOO_SOCKET_IFNAME", "LOCAL_WORLD_SIZE",
-    "TORCH_DISTRIBUTED_DEBUG",
+    "ACCELERATE_USE_FSDP", "CUBLAS_WORKSPACE_CONFIG", "FSDP_CPU_RAM_EFFICIENT_LOADING", "GLOO_SOCKET_IFNAME",
+    "LOCAL_WORLD_SIZE", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_DISTRIBUTED_DEBUG",
 )  # fmt: skip
 """What a session and Accelerate set in the environment; put back at the end, so that a second run starts clean."""
 _TOLD_VARIABLES = (
@@ -154,9 +161,15 @@ class _Exits:
     def __init__(self) -> None:
         self.environment = {name: os.environ.get(name) for name in _CHANGED_VARIABLES}
         self.owns_group = not dist.is_initialized()  # Accelerate starts one too, for one process under torchrun
+        self._opened = ExitStack()
+
+    def open(self, context: AbstractContextManager[None]) -> None:
+        """Enter a context that lasts as long as the session."""
+        self._opened.enter_context(context)
 
     def leave(self) -> None:
-        """End the group that this session started, and bring the environment back."""
+        """End the group that this session started, and bring settings and environment back."""
+        self._opened.close()
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -174,15 +187,17 @@ _groups = itertools.count()
 
 def start_session(config: TrainConfig) -> Session:
     """Join the other processes, choose device, precision and strategy, and log each decision with its reason."""
+    exits = _Exits()
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA at its first product
-    place = read_place()
-    device = choose_device(place)
-    if device.type == "cpu":
-        keep_freed_memory()
-    possible, notes = resolve_fsdp(config, os.environ)
-    exits = _Exits()
     try:
+        place = read_place()
+        if torch.cuda.is_available():
+            ask_for_growing_segments()
+        device = choose_device(place)
+        if device.type == "cpu":
+            keep_freed_memory()
+        possible, notes = resolve_fsdp(config, os.environ)
         if config.debug:
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
             dist.set_debug_level_from_env()  # type: ignore[attr-defined]
@@ -198,6 +213,9 @@ def start_session(config: TrainConfig) -> Session:
         precision, why_precision = choose_precision(wanted, device)
         _log_environment(place)
         log.info("device: %s; mixed precision: %s (%s)", device, precision, why_precision)
+        if device.type == "cuda" and precision != "no":
+            log.info("products that stay float32 use TF32, except in the loss")
+            exits.open(float32_products("high"))
         log.info("strategy: %s (%s)", choice.strategy, choice.reason)
         for line in [*(notes if place.world_size > 1 and (fsdp or possible is None) else ()), choice.advice]:
             if line is not None:

@@ -30,8 +30,6 @@ MODEL_TYPES = ("bert", "distilbert", "llama", "mistral", "qwen2", "qwen3", "robe
 _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta")
 """Models that count positions from behind the padding token's id."""
 _LONGEST_HEAD = 256
-SDPA_PIECES = 8
-"""Scores that are never written down may be so many times more at once."""
 
 
 def why_padded(config: TrainConfig, model: PretrainedConfig, device: torch.device, held: torch.dtype) -> str | None:
@@ -155,8 +153,8 @@ def attention(
         output = _by_kernel(query, key, value, packed, dropout, scaling, causal, window)
     else:
         own = dropout > 0.0 and key.shape[1] == query.shape[1] and not torch.is_autocast_enabled("cpu")
-        scores_at_once = cpu_kernels.SCORES_AT_ONCE * (1 if own else SDPA_PIECES)
-        pieces = cut(tuple(packed.starts.tolist()), scores_at_once // query.shape[1], causal, window)
+        per_head = cpu_kernels.SCORES_AT_ONCE // query.shape[1]
+        pieces = cut(tuple(packed.starts.tolist()), per_head, causal, window)
         output = (_dropped if own else _by_sdpa)(query, key, value, pieces, dropout, scaling)
     return output[None], None
 

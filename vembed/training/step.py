@@ -24,6 +24,7 @@ from vembed.data.features import Featuriser
 from vembed.data.feeding import Call, Feeder, Inputs, row_index, to_device
 from vembed.data.share import Share
 from vembed.distributed import collectives
+from vembed.distributed.devices import float32_products
 from vembed.distributed.fsdp import set_gradient_sync
 from vembed.distributed.session import Session
 from vembed.losses.batch import EmbeddingLoss, LossBatch
@@ -141,7 +142,7 @@ class ContrastiveStep:
         kept = outputs if keep else None
         with self.timer("wait"):
             loss_batch = self._gather(own, share, agreed)
-        with self.timer("loss"), torch.enable_grad():
+        with self.timer("loss"), torch.enable_grad(), float32_products("highest"):
             loss_share = self.loss(loss_batch)
             (loss_share * (weight * scale)).backward()
         with self.timer("wait"):

@@ -1,0 +1,43 @@
+"""What a step computes with: no padding where none is needed, and a loss that is whole float32 beside TF32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vembed
+from tests.training.test_run import metrics, settings
+from vembed.distributed.devices import float32_products
+from vembed.losses.infonce import InfoNCE
+
+
+def test_a_run_without_padding_is_the_run_with_it(tmp_path: Path) -> None:
+    runs = {}
+    for free in (True, False):
+        (tmp_path / str(free)).mkdir()
+        runs[free] = vembed.train(settings(tmp_path / str(free), padding_free=free, micro_batch_tokens=120))
+    packed, padded = (runs[free].output_dir for free in (True, False))
+    assert set(metrics(packed, "padding_fraction")) == {0.0}
+    assert min(metrics(padded, "padding_fraction")) > 0.0
+    assert metrics(packed) == pytest.approx(metrics(padded), rel=1e-5)
+    assert metrics(packed, "grad_norm") == pytest.approx(metrics(padded, "grad_norm"), rel=1e-4)
+    assert "texts: without padding" in (packed / "training_log.txt").read_text()
+    assert "texts: padded (padding_free: false)" in (padded / "training_log.txt").read_text()
+
+
+def test_the_loss_is_exact_where_the_model_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    original = InfoNCE.forward
+
+    def forward(self: InfoNCE, batch: Any) -> torch.Tensor:
+        seen.add(torch.get_float32_matmul_precision())
+        return original(self, batch)
+
+    monkeypatch.setattr(InfoNCE, "forward", forward)
+    with float32_products("high"):
+        vembed.train(settings(tmp_path, max_steps=1, val_data_path=None))
+        assert torch.get_float32_matmul_precision() == "high"
+    assert seen == {"highest"}
