@@ -127,7 +127,9 @@ def count(case: Case, folder: Path, micro_batch_tokens: int, use_gradient_cache:
                 "report_to": [],
             }
         )
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return {
+        "padding": max(line["padding_fraction"] for line in lines if "padding_fraction" in line),
         "micro_batch_tokens": micro_batch_tokens,
         "use_gradient_cache": use_gradient_cache,
         "forwards_per_step": len(forwards) / STEPS,
@@ -163,7 +165,7 @@ def worker(folder: Path) -> None:
     if os.environ["RANK"] == "0":
         _, _, (padding, padding_by_column) = useful_work(next(case for case in CASES if case.name == "natural-128"))
         found = {
-            "padding": padding,
+            "padding_if_padded": padding,
             "padding_by_column": padding_by_column,
             "runs": runs,
             "loss_elements": {rows: loss_elements(rows) for rows in (2048, 4096, 8192)},
@@ -198,7 +200,8 @@ def main() -> None:
         return
     found = counts()
     print(
-        f"padded tokens per useful token: {1 / (1 - found['padding']):.2f}, and padded column by column "
+        f"tokens per useful token: {1 / (1 - found['runs'][0]['padding']):.2f}; in models that need padding "
+        f"{1 / (1 - found['padding_if_padded']):.2f}, and padded column by column "
         f"{1 / (1 - found['padding_by_column']):.2f}"
     )
     for run in found["runs"]:

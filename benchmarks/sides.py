@@ -32,6 +32,8 @@ class Trained:
     ends: list[float] = field(default_factory=list)
     """When each step ended."""
     losses: list[float] = field(default_factory=list)
+    padding: list[float] = field(default_factory=list)
+    """Share of each step's tokens that were padding, where the side says it."""
     folder: str = ""
     """Where the trained model is."""
     stop_at_first_batch: bool = False
@@ -102,6 +104,7 @@ def run_vembed(case: Case, model: Path, folder: Path, rows: list[Row], steps: in
         logging.getLogger("vembed").removeHandler(clock)
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     trained.losses = [line["loss"] for line in lines if "loss" in line]
+    trained.padding = [line["padding_fraction"] for line in lines if "padding_fraction" in line]
     trained.folder = str(result.model_dir)
     return trained
 

@@ -42,6 +42,8 @@ def train_task(side: str, case: Case, agreement_steps: int, folder: Path) -> Ans
     seconds = (trained.ends[-1] - trained.ends[0]) / (case.steps - 1)
     return {
         "losses": agreed.losses,
+        "padding": float(np.mean(trained.padding[1:] or [np.nan])),
+        "each_step": np.diff(trained.ends).tolist(),
         "seconds_per_step": seconds,
         "samples_per_second": case.batch_size / seconds,
         "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
 
 from vembed.evaluation.encoding import first_dims
 
@@ -31,6 +30,8 @@ def _correlations(
 ) -> dict[str, float]:
     first, second = (first_dims(matrix, dim, normalize).astype(np.float64) for matrix in (first_ND, second_ND))
     similarities = np.einsum("nd,nd->n", first, second)
+    from scipy import stats  # takes a third of a second, and few runs need it
+
     if np.ptp(similarities) == 0:  # a model that gives everything one vector follows no score at all
         return {"spearman": 0.0, "pearson": 0.0}
     return {

@@ -16,7 +16,6 @@ from vembed.distributed.fsdp import full_state_dict, num_parameters
 from vembed.distributed.session import Session
 from vembed.errors import RunError
 from vembed.evaluation.dataset import EvalData
-from vembed.evaluation.report import write_report
 from vembed.evaluation.run import deciding_metric
 from vembed.evaluation.summary import RunSummary, collect_versions
 from vembed.losses.batch import EmbeddingLoss
@@ -114,6 +113,8 @@ def _save(
             if state.num_skipped
             else [],
         ).save(output)
+        from vembed.evaluation.report import write_report  # brings matplotlib, which the first step need not wait for
+
         write_report(output)
         log.info("model: %s", directory)
         log.info("report: %s", output / "report.html")
