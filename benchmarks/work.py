@@ -30,7 +30,8 @@ def matrix_peak() -> float:
 
 def useful_work(case: Case, skip: int = 0) -> tuple[float, float, tuple[float, float]]:
     """Per timed step (`skip` come before them): distinct tokens without padding; their FLOPs forward and backward, and
-    once more with Gradient Cache; and the share of padding in sorted micro-batches (for models that need it) and column by column."""
+    once more with Gradient Cache; and the share of padding in sorted micro-batches, for models that need it, and column
+    by column."""
     settings = json.loads((demo_model() / "config.json").read_text())
     hidden, inner, layers = settings["hidden_size"], settings["intermediate_size"], settings["num_hidden_layers"]
     featuriser = Featuriser(
