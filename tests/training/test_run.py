@@ -64,6 +64,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> vembed.TrainResult:  # ty
     return vembed.train(settings(folder, report_to=["tensorboard"], use_mrl=True, mrl_dims=[32, 16]))
 
 
+def test_the_log_says_what_each_evaluation_found_and_what_training_has_changed(plain: Any) -> None:
+    lines = (plain.output_dir / "training_log.txt").read_text().splitlines()
+    before, after = (line for line in lines if "INFO evaluation " in line)
+    scores = plain.metrics
+    assert f"evaluation before training: nDCG@10 {scores['before/ndcg@10']:.4f}, MRR@10 " in before
+    change = scores["ndcg@10"] - scores["before/ndcg@10"]
+    assert f"evaluation after step 6: nDCG@10 {scores['ndcg@10']:.4f} ({change:+.4f}), MRR@10 " in after
+    assert " 1 process (16 each)" in "\n".join(lines)
+
+
 def test_output_directory_has_all_that_is_promised(plain: Any) -> None:
     output = plain.output_dir
     for name in (

@@ -218,6 +218,6 @@ def _logged(
     due = time.monotonic() + SECONDS_BETWEEN_LINES
     for number, outcome in enumerate(outcomes):
         yield outcome
-        if number % 4096 == 0 and time.monotonic() > due:
+        if number % BLOCK == 0 and time.monotonic() > due:
             log.info("%s: %s records checked so far", name, f"{number:,d}")
             due = time.monotonic() + SECONDS_BETWEEN_LINES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -15,18 +16,27 @@ SECONDS_BETWEEN_LINES = 15.0
 class ProgressReport:
     """Call it with the number of items done and the number of all; use it as a context manager."""
 
-    def __init__(self, title: str, *, active: bool = True, console: Console | None = None) -> None:
-        """`active: false` shows nothing. Without a console it speaks to stderr, so that stdout can be a result."""
+    def __init__(
+        self,
+        title: str,
+        *,
+        active: bool = True,
+        console: Console | None = None,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        """`active: false` shows nothing. Without a console it speaks to stderr, so that stdout can be a result.
+        `say`: gets the plain lines instead, and there is no bar."""
         self.title = title
         self.console = console or Console(stderr=True)
         self.active = active
+        self.say = say
         self.bar: Progress | None = None
         self.task: TaskID | None = None
         self.began = self.last_line = time.monotonic()
 
     def __enter__(self) -> Self:
         self.began = self.last_line = time.monotonic()
-        if self.active and self.console.is_terminal:
+        if self.active and self.say is None and self.console.is_terminal:
             columns = (
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
                 TimeRemainingColumn(),
@@ -50,7 +60,11 @@ class ProgressReport:
             if total is not None:
                 left = duration((total - done) / max(rate, 1e-9))
                 line += f" of {total:,d} ({done / max(total, 1):.0%}), {left} left"
-            self.console.print(f"{line}, {rate:,.0f}/s", markup=False, highlight=False, soft_wrap=True)
+            line += f", {rate:,.0f}/s"
+            if self.say is not None:
+                self.say(line)
+            else:
+                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

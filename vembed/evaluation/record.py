@@ -116,6 +116,18 @@ def metric_name(key: str) -> str:
     return NAMES.get(base, base) + at + cut
 
 
+def scores_line(when: str, scores: dict[str, float], before: dict[str, float], metric: str = "") -> str:
+    """The main scores of one evaluation as a line for the log, each with its change since before training. `metric`:
+    one more that matters here."""
+    keys = [key for key in dict.fromkeys((metric, *TABLE)) if key in scores]
+    cells = []
+    for key in keys:
+        size, _, name = key.rpartition("/")
+        cell = f"{metric_name(name)} {scores[key]:.4f}" + (f" at {size.removeprefix('dim')} dimensions" if size else "")
+        cells.append(cell + (f" ({scores[key] - before[key]:+.4f})" if key in before else ""))
+    return f"evaluation {when}: {', '.join(cells)}"
+
+
 def short_name(name: str) -> str:
     """The part of a path or Hub name that tells models apart, also where the last folder is called `model`."""
     parts = [part for part in re.split(r"[/\\]", name) if part]

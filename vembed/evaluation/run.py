@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -83,12 +83,14 @@ def evaluate_model(
     budget_tokens: int | None = None,
     dims: Sequence[int] | None = None,
     show_progress: bool = False,
+    say: Callable[[str], object] | None = None,
     between: Between | None = None,
 ) -> dict[str, float]:
     """Score a model as it is in memory, sharded or not. Collective: every rank calls it and gets the same numbers.
 
-    `budget_tokens`: what is known to fit; `eval_batch_tokens` wins. `between` is called between two micro-batches on
-    all ranks, and may end the evaluation by raising.
+    `budget_tokens`: what is known to fit; `eval_batch_tokens` wins. `say` gets a line now and then in a long
+    evaluation, instead of the bar of `show_progress`. `between` is called between two micro-batches on all ranks, and
+    may end the evaluation by raising.
     """
     description = featuriser.description
     device = session.device if session else next(model.parameters()).device
@@ -98,10 +100,11 @@ def evaluate_model(
     normalize = description.similarity == "cosine"
     full = description.truncate_dim or description.embedding_dim  # what `encode` returns when nobody says anything
     sizes = _checked_dims([one for one in description.mrl_dims if one <= full] if dims is None else dims, full)
-    active = show_progress and (session is None or session.is_main)
+    active = (show_progress or say is not None) and (session is None or session.is_main)
 
     def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
-        with ProgressReport(f"encoding {'queries' if kind == 'query' else 'documents'}", active=active) as progress:
+        title = f"encoding {'queries' if kind == 'query' else 'documents'}"
+        with ProgressReport(title, active=active, say=say) as progress:
             embeddings = encode_items(
                 model,
                 featuriser,

@@ -28,6 +28,7 @@ from vembed.distributed.session import Session, start_session
 from vembed.errors import Stopped
 from vembed.evaluation.dataset import open_eval_data
 from vembed.evaluation.progress import duration
+from vembed.evaluation.record import scores_line
 from vembed.evaluation.run import deciding_metric, evaluate_model
 from vembed.losses.build import build_loss
 from vembed.models.embedder import build_model
@@ -174,13 +175,18 @@ def run(
             """Score the weights as they are now, on all ranks together, and remember whether they are the best."""
             if eval_data is None or state.scored_step == state.step:
                 return
+            between, evaluation_began = interrupts.check, time.perf_counter()
             try:
-                scores = evaluate_model(model, featuriser, eval_data, config, session, between=interrupts.check)
+                scores = evaluate_model(model, featuriser, eval_data, config, session, say=log.info, between=between)
             except EvaluationStopped:
                 raise stop() from None
             state.scores = scores
             state.scored_step = state.step
-            score = state.scores[deciding_metric(config, eval_data, state.scores)]
+            metric = deciding_metric(config, eval_data, state.scores)
+            score = state.scores[metric]
+            when = f"after step {state.step:,d}" if state.step else "before training"
+            took = duration(time.perf_counter() - evaluation_began)
+            log.info("%s; took %s", scores_line(when, scores, state.before, metric), took)
             # The best must be a step that can be had back: one with a checkpoint, or the last.
             is_kept = config.save_steps is None or state.step % config.save_steps == 0 or state.step == total_steps
             if state.step > 0 and is_kept and (state.best is None or score > state.best):

@@ -72,9 +72,9 @@ def plan_batches(config: TrainConfig, store: ExampleStore, session: Session) -> 
     log.info(plan.summary())
     steps = config.max_steps or math.ceil(config.epochs * plan.steps_per_epoch / config.gradient_accumulation_steps)
     log.info(
-        "global batch: %s examples over %d processes (%s each)%s; %s steps",
+        "global batch: %s examples over %s (%s each)%s; %s steps",
         f"{size:,d}",
-        session.world_size,
+        "1 process" if session.world_size == 1 else f"{session.world_size} processes",
         f"{size / session.world_size:,.6g}",
         f", {config.gradient_accumulation_steps} batches per step" if config.gradient_accumulation_steps > 1 else "",
         f"{steps:,d}",
