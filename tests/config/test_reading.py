@@ -189,6 +189,13 @@ def test_overrides_read_values_as_yaml_and_text_as_it_stands(write_config: Write
     assert config.resume is True
 
 
+def test_a_mapping_that_needs_no_quotes_in_a_shell(write_config: WriteConfig) -> None:
+    for text in ("{Subject:query,My Answer:positive}", "{Subject: query, My Answer: positive}"):
+        config = load_config(write_config(), [f"column_mapping={text}"])
+        assert config.column_mapping == {"Subject": "query", "My Answer": "positive"}
+    assert "{yours: ours}" in error_of(write_config(), ["column_mapping={Subject,Answer}"])
+
+
 def test_override_that_is_none(write_config: WriteConfig) -> None:
     assert "command line: 'epochs' is not of the form key=value" in error_of(write_config(), ["epochs"])
     assert "command line: unknown option 'epoch', did you mean 'epochs'" in error_of(write_config(), ["epoch=1"])

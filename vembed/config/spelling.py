@@ -96,11 +96,20 @@ def from_text(name: str, text: str) -> Any:
     if option.is_plain_text:
         return None if text == "null" and "null" in option.kinds else text
     value = parse_value(text)
-    if isinstance(value, Mapping) and "mapping" not in option.kinds:
-        return text
+    if isinstance(value, Mapping):
+        return _pairs(value) if "mapping" in option.kinds else text
     if "text" in option.kinds and not isinstance(value, bool | list):
         return text
     return value
+
+
+def _pairs(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    """{a:b} without a space, which YAML reads as a name without a value, but which shells need no quotes for."""
+    pairs = [(key, entry) for key, entry in value.items()]
+    split = [str(key).partition(":") for key, _ in pairs]
+    if any(entry is not None or not colon for (_, entry), (_, colon, _) in zip(pairs, split, strict=True)):
+        return dict(pairs)
+    return {name.strip(): target.strip() for name, _, target in split}
 
 
 def _trackers(value: Any, words: Mapping[str, str]) -> Any:
