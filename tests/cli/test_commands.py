@@ -258,6 +258,8 @@ def test_init_does_not_write_over_a_file(vembed: Command) -> None:
         ("a.jsonl", '{"sentence1": "a", "sentence2": "b", "score": 0.5}\n', "cosent", None),
         ("a.jsonl", '{"search": "a", "context": "b"}\n', "infonce", {"search": "query", "context": "positive"}),
         ("a.csv", "question,answer\na,b\n", "infonce", None),
+        ("a.csv", "ID;Subject;Resolution\n1;a;b\n", "infonce", {"Subject": "query", "Resolution": "positive"}),
+        ("a.jsonl", '{"caption": "a", "img": "b.png"}\n', "infonce", {"caption": "query", "img": "positive_image"}),
         ("a.tsv", "q\tpassage\na\tb\n", "infonce", {"q": "query"}),
         ("a.json", '[{"anchor": "a", "positive": "b"}, {"anchor"', "infonce", None),
     ],

@@ -147,8 +147,11 @@ def test_both_parts_of_a_record_with_text_and_image() -> None:
         ([], "a list, and a record is an object"),
         ("text", "a text, and a record is an object"),
         (None, "null, and a record is an object"),
-        ({}, r"no query \(it has no fields\)"),
-        ({"id": 1, "text": "x"}, r"no query \(it has id, text\): .*column_mapping"),
+        ({}, r"no query and no positive \(it has no fields\)"),
+        (
+            {"id": 1, "text": "x"},
+            r"no query and no positive .it has id, text.: .*column_mapping: .text: positive, your_query: query",
+        ),
         ({"query": "q", "doc": "x"}, r"no positive \(it has query, doc\): .*column_mapping"),
         ({"query": "", "positive": "p"}, "query is empty"),
         ({"query": " \n\t", "positive": "p"}, "query is empty"),
@@ -226,9 +229,15 @@ def test_two_columns_for_one_query() -> None:
 
 def test_unused_columns_are_known() -> None:
     form = record_format()
-    form.example({"query": "q", "positive": {"text": "p", "title": "t"}, "id": 3, "question": "z"}, "")
+    form.example({"query": "q", "positive": {"text": "p", "lang": "t"}, "id": 3, "question": "z"}, "")
     form.example({"query": "q", "positive": "p", "source": 3}, "")
-    assert form.columns.unused == ["id", "question", "source", "title (inside of an item)"]
+    assert form.columns.unused == ["id", "lang (inside of an item)", "question", "source"]
+
+
+def test_a_passage_has_its_title_before_its_text() -> None:
+    passages = [{"docid": "7", "title": "Rome", "text": "A city."}, {"title": "", "text": "B"}, {"text": "C"}]
+    found = read({"query": "q", "positive_passages": passages, "negative_passages": [{"title": "T", "text": ""}]})
+    assert (found.positives, found.negatives) == (texts("Rome A city.", "B", "C"), texts("T"))
 
 
 def test_mapped_columns_that_never_come() -> None:
@@ -268,8 +277,16 @@ def test_cells_of_a_table_are_text() -> None:
 
 
 def test_missing_columns_of_a_table() -> None:
-    with pytest.raises(UserError, match=r"no query \(it has a, b\): .*column_mapping: \{a: query\}"):
-        record_format().columns.check(["a", "b"])
+    for columns, advice in (
+        (("x", "y"), "no query and no positive .it has x, y.: .* {x: query, y: positive}$"),
+        (("Ticket ID", "Subject", "Resolution"), "{Subject: query, Resolution: positive}$"),
+        (("text1", "text2"), "{text1: query, text2: positive}$"),
+        (("caption", "file_name"), "{caption: query, file_name: positive_image}$"),
+        (("caption", "image"), "no query .it has caption, image.: .* {caption: query}$"),
+        (("query",), "no positive .it has query.: .* {your_positive: positive}$"),
+    ):
+        with pytest.raises(UserError, match=advice):
+            record_format().columns.check(columns)
     with pytest.raises(UserError, match=r"column_mapping names c, .*has query, positive"):
         record_format(mapping={"c": "negatives"}).columns.check(["query", "positive"])
     record_format().columns.check(["query", "positive", "other"])

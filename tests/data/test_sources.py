@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,45 @@ def test_the_first_ten_and_the_count(tmp_path: Path) -> None:
     assert message.startswith("25 of 26 records")
     assert message.count(f"{path}:") == 10
     assert "and 15 more" in message
+
+
+def test_a_reason_that_all_share_is_said_once(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"premise": "q", "hypothesis": "p"}] * 12)
+    first, again, more = refused(path).splitlines()[1:]
+    assert first.strip().startswith(f"{path}:1: no query and no positive (it has premise, hypothesis)")
+    assert again.strip() == ", ".join(f"{path}:{line}" for line in range(2, 11)) + ": the same"
+    assert more.strip() == "and 2 more"
+
+
+def test_validation_data_need_not_have_the_columns_of_the_mapping(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    settings = config(column_mapping={"subject": "query"})
+    assert len(open_examples(settings, str(path), role="validation")) == len(RECORDS)
+    with pytest.raises(UserError, match="column_mapping names subject"):
+        open_examples(settings, str(path))
+    empty = write_jsonl(tmp_path / "b.jsonl", [{"query": 1}])
+    with pytest.raises(UserError, match="there is nothing to evaluate on"):
+        open_examples(config(), str(empty), role="validation")
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_fields_may_be_separated_otherwise_than_the_ending_says(tmp_path: Path, kind: str, delimiter: str) -> None:
+    path = tmp_path / f"a.{kind}"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        rows = csv.writer(file, delimiter=delimiter)
+        rows.writerows([["query", "positive"], ['a; "b", c|d', "two\nlines" if kind == "csv" else "x"], ["e", "f"]])
+    store = open_path(path)
+    assert [store[i].query.text for i in range(2)] == ['a; "b", c|d', "e"]
+
+
+def test_texts_that_look_like_paths_of_images_are_noted(tmp_path: Path) -> None:
+    records = [{"query": f"shoe {i}", "positive": f"pics/a b/{i}.JPG"} for i in range(30)]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    (hint,) = (line for line in open_path(path).summary() if "retrieval_mode" in line)
+    assert "its documents look like paths of images ('pics/a b/0.JPG')" in hint and hint.endswith("t2i")
+    path = write_jsonl(tmp_path / "b.jsonl", [*records[:5], {"query": "q", "positive": "a text.png and more"}])
+    assert not [line for line in open_path(path).summary() if "retrieval_mode" in line]
 
 
 def test_skip_drops_and_counts(tmp_path: Path) -> None:

@@ -25,7 +25,21 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 negatives all are; `negative_1`, `negative_2` ... are negatives too. `label` counts only beside sentence1 and sentence2:
 elsewhere it may be anything."""
 
+GUESSES: dict[str, tuple[str, ...]] = {
+    "query": (
+        "instruction", "search", "title", "subject", "caption", "prompt", "source", "query_text", "text1", "premise",
+        "input", "question_text", "q",
+    ),
+    "positive": (
+        "context", "text", "content", "body", "description", "resolution", "solution", "target", "text2", "hypothesis",
+        "output", "completion", "doc", "a",
+    ),
+    "positive_image": ("image_path", "image_file", "file_name", "filename", "img", "picture", "photo"),
+}  # fmt: skip
+"""Names that are not read by themselves, but that often are what is meant: for advice, and for `vembed init`."""
+
 _NUMBERED_NEGATIVE = re.compile(r"(neg|negative)_(\d+)")
+_ID = re.compile(r"(^|[\W_])(id|index|idx)$", re.IGNORECASE)
 _LAYOUTS_KEPT = 1024
 _ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names}
 
@@ -146,14 +160,33 @@ def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
 
 
 def _problem(found: dict[str, list[str]], columns: tuple[str, ...]) -> str | None:
-    for role in ("query", "positive"):
-        if not found[role] and not found[f"{role}_image"]:
-            example = next((name for name in columns if not any(name in names for names in found.values())), "yours")
-            return (
-                f"no {role} (it has {listed(columns) or 'no fields'}): say which column it is with "
-                f"column_mapping: {{{shown(example)}: {role}}}"
-            )
-    return None
+    missing = [role for role in ("query", "positive") if not found[role] and not found[f"{role}_image"]]
+    if not missing:
+        return None
+    free = [name for name in columns if not any(name in names for names in found.values())]
+    example = guess_mapping(free, missing)
+    for role in missing:
+        if not any(target.startswith(role) for target in example.values()):
+            others = (name for name in free if name not in example and not _ID.search(name))
+            example[next(others, f"your_{role}")] = role
+    shown_example = ", ".join(f"{shown(name)}: {role}" for name, role in example.items())
+    return (
+        f"no {' and no '.join(missing)} (it has {listed(columns) or 'no fields'}): say which column it is with "
+        f"column_mapping: {{{shown_example}}}"
+    )
+
+
+def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, str]:
+    """A column mapping for the missing ones of query and positive, as far as the names of columns tell."""
+    free, mapping = list(columns), dict[str, str]()
+    for role in missing:
+        targets = [target for target in (role, f"{role}_image") if target in GUESSES]
+        found = ((name, target) for target in targets for name in free if name.lower() in GUESSES[target])
+        name, target = next(found, ("", ""))
+        if name:
+            mapping[name] = target
+            free.remove(name)
+    return mapping
 
 
 def _number_of(name: str) -> int:

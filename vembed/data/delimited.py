@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,11 @@ from vembed.data.messages import listed
 from vembed.data.readers import MAX_RECORD, Found, TextFile
 from vembed.errors import UserError
 
+log = logging.getLogger("vembed")
+
+DELIMITERS = (",", ";", "\t", "|")
+"""What may stand between fields."""
+
 
 class DelimitedFile(TextFile):
     """CSV or TSV with a header. Fields may be quoted and then hold newlines; empty cells are None."""
@@ -24,7 +30,9 @@ class DelimitedFile(TextFile):
         super().__init__(path)
         # The limit belongs to the whole process. Raising it harms nobody.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
-        self._delimiter = delimiter
+        self._delimiter = delimiter_of(self._first_line(), delimiter)
+        if self._delimiter != delimiter:
+            log.info("%s: fields are separated by %r, not %r, as its header shows", path, self._delimiter, delimiter)
         self._header: list[str] = []
         start, size, number, problem = next(self._spans(self._begin, 1), (0, 0, 1, "there is none"))
         header = BadRecord(problem) if problem else self._row(self._bytes(start, size))
@@ -55,9 +63,11 @@ class DelimitedFile(TextFile):
         try:
             columns.check(self._header)
         except UserError as error:
-            others = [name for name in ",;\t" if name != self._delimiter and name in "".join(self._header)]
-            hint = f"; are its fields separated by {others[0]!r}, not {self._delimiter!r}?" if others else ""
-            raise UserError(f"{self.name}: {error}{hint}") from error
+            raise UserError(f"{self.name}: {error}") from error
+
+    def _first_line(self) -> str:
+        with self._from(self._begin) as file:
+            return file.readline(MAX_RECORD).decode(errors="replace")
 
     def _spans(self, start: int, number: int) -> Iterator[tuple[int, int, int, str | None]]:
         """Where each record begins, its size, its first line, and what is wrong with it.
@@ -106,7 +116,7 @@ class DelimitedFile(TextFile):
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
-            return BadRecord(f"not UTF-8 (byte {error.start + 1:,d} of the record)")
+            return BadRecord(f"not UTF-8 (byte {error.start + 1:,d} of the record): save the file as UTF-8")
         try:
             row = next(csv.reader([text], delimiter=self._delimiter, strict=True), [])
             if not self._is_tsv or len(row) == len(self._header):
@@ -116,6 +126,22 @@ class DelimitedFile(TextFile):
                 return BadRecord(f"not CSV ({_reason(error)})")
         # Many TSV files know no quoting, and a quote in them is a letter.
         return text.rstrip("\r\n").split("\t")
+
+
+def delimiter_of(header: str, expected: str) -> str:
+    """What separates the fields of a file that begins with this line: what its ending promises, unless the line is one
+    field by that and several by another."""
+
+    def num_fields(delimiter: str) -> int:
+        try:
+            return len(next(csv.reader([header], delimiter=delimiter, strict=True), []))
+        except csv.Error:
+            return 0
+
+    if num_fields(expected) > 1:
+        return expected
+    best = max(DELIMITERS, key=num_fields)
+    return best if num_fields(best) > 1 else expected
 
 
 class _Lines:

@@ -105,7 +105,10 @@ class Featuriser:
             raise UserError("an item has neither a text nor an image; give it one of them")
         if not item.images:
             if "text" not in lanes:
-                raise UserError(f"{name} embeds images only, and got the text {item.text!r:.60}; give it images")
+                raise UserError(
+                    f"{name} embeds images only, and got the text {item.text!r:.60}; give it images: "
+                    "retrieval_mode: i2i takes plain strings for their paths"
+                )
             return "text"
         if "vision" in lanes:
             return "vision"

@@ -14,7 +14,7 @@ from vembed.data.messages import listed
 Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
-_ITEM_KEYS = frozenset({"text", "image", "images", "bytes", "path"})
+_ITEM_KEYS = frozenset({"text", "title", "image", "images", "bytes", "path"})
 
 
 class RecordFormat:
@@ -126,7 +126,9 @@ class RecordFormat:
         for key in ("image", "images"):
             if value.get(key) is not None:
                 images = (*images, *self._image_list(value[key], name))
-        text = value.get("text")
+        text, title = value.get("text"), value.get("title")
+        if type(text) is str and type(title) is str:
+            text = f"{title} {text}".strip()  # as in a BEIR-style corpus
         if text is None and not images:
             raise BadRecord(f"{name} is an object without text or image (it has {listed(value) or 'no fields'})")
         if text is None or (images and isinstance(text, str) and not text.strip()):

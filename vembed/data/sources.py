@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord, Example
 from vembed.data.images import ImageRoot
 from vembed.data.index import NUM_SHOWN, Index, build_index, content_keys
-from vembed.data.messages import listed
+from vembed.data.messages import joined, listed
 from vembed.data.opening import open_reader
 from vembed.data.readers import Reader
 from vembed.data.records import RecordFormat
@@ -28,6 +29,9 @@ from vembed.errors import UserError
 
 CACHE_AFTER_SECONDS = 1.0
 """A first pass that took longer is kept in the cache folder."""
+
+NUM_LOOKED_AT = 20
+_PATH = re.compile(r"\S.*\.(jpe?g|png|webp|gif|bmp|tiff?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,22 @@ class _Source:
         if self.weight != 1.0:
             parts.append(f"weight {self.weight:g}")
         return "data: " + ", ".join(parts)
+
+    def hints(self) -> list[str]:
+        """What its first texts look like, where that is something else than texts."""
+        first = [self.example(number) for number in range(min(NUM_LOOKED_AT, self.size))]
+        queries = [one.query for one in first]
+        documents = [positive for one in first for positive in one.positives]
+        are_paths = [all(_PATH.fullmatch(item.text or "") for item in items) for items in (queries, documents)]
+        if not any(are_paths):
+            return []
+        mode = "2".join("i" if is_path else "t" for is_path in are_paths)
+        which = " and ".join(name for name, is_path in zip(("queries", "documents"), are_paths, strict=True) if is_path)
+        example = (documents if are_paths[1] else queries)[0].text
+        return [
+            f"{self.name}: its {which} look like paths of images ({example!r:.80}), and are taken for texts: if they "
+            f"are paths, set retrieval_mode: {mode}"
+        ]
 
 
 class ExampleStore:
@@ -143,11 +163,12 @@ class ExampleStore:
         lines = []
         for source in self._sources:
             lines.append(source.summary())
-            lines += [f"left out: {problem}" for problem in source.index.problems]
+            lines += [f"left out: {problem}" for problem in joined(source.index.problems)]
             if source.index.num_bad > len(source.index.problems):
                 lines.append(f"left out: {source.index.num_bad - len(source.index.problems):,d} more of {source.name}")
             if source.index.unused:
                 lines.append(f"{source.name}: not used: {listed(source.index.unused)}")
+            lines += source.hints()
         if len(self._sources) > 1:
             lines.append(f"data: {len(self):,d} examples of {len(self._sources):,d} sources")
         return lines
@@ -176,7 +197,7 @@ def open_examples(
         raise UserError("data_path is an empty list: name at least one file, folder or dataset")
     cache = cache_folder() if cache_dir is None else cache_dir
     opened = [_open_source(config, source, role, cache, alone=len(given) == 1) for source in given]
-    _refuse_bad_records(config, opened)
+    _refuse_bad_records(config, opened, role)
     limit = config.max_train_examples if role == "train" else None
     sources = [
         _Source(source.name or source.path, source.weight, reader, form, index, size)
@@ -191,7 +212,9 @@ def _open_source(
     config: TrainConfig, source: DataSource, role: Role, cache: Path, *, alone: bool
 ) -> tuple[Reader, RecordFormat, Index]:
     mapping = config.column_mapping if source.column_mapping is None else source.column_mapping
-    columns = Columns(mapping, may_miss=not alone and source.column_mapping is None)
+    # A mapping for several files need not fit each of them: validation data may have the names that vembed reads.
+    may_miss = (not alone or role == "validation") and source.column_mapping is None
+    columns = Columns(mapping, may_miss=may_miss)
     reader = open_reader(source.path, columns, role, cache)
     images = ImageRoot(config.image_root or str(reader.folder), allow_urls=config.allow_image_urls)
     loss, max_negatives = (config.loss, config.max_negatives) if role == "train" else (None, None)
@@ -226,18 +249,17 @@ def _open_source(
     return reader, form, index
 
 
-def _refuse_bad_records(config: TrainConfig, opened: Sequence[tuple[Reader, RecordFormat, Index]]) -> None:
+def _refuse_bad_records(config: TrainConfig, opened: Sequence[tuple[Reader, RecordFormat, Index]], role: Role) -> None:
     indices = [index for _, _, index in opened]
     num_bad, num_good = sum(index.num_bad for index in indices), sum(map(len, indices))
     problems = [problem for index in indices for problem in index.problems][:NUM_SHOWN]
     if num_bad and (config.on_bad_record == "stop" or not num_good):
         more = [f"and {num_bad - len(problems):,d} more"] if num_bad > len(problems) else []
-        way_out = (
-            "mend them, or set on_bad_record: skip to leave them out" if num_good else "there is nothing to train on"
-        )
+        nothing = f"there is nothing to {'train' if role == 'train' else 'evaluate'} on"
+        way_out = "mend them, or set on_bad_record: skip to leave them out" if num_good else nothing
         raise UserError(
             f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, {way_out}:\n  "
-            + "\n  ".join(problems + more)
+            + "\n  ".join(joined(problems) + more)
         )
     for reader, _, index in opened:
         if not len(index):

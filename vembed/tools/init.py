@@ -12,7 +12,8 @@ from typing import Any
 
 from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.options import join_words, nearest
-from vembed.data.columns import Columns
+from vembed.data.columns import Columns, guess_mapping
+from vembed.data.delimited import delimiter_of
 from vembed.errors import UserError
 
 NUM_RECORDS = 20
@@ -53,24 +54,6 @@ FAMILIES = {
 }
 """Kinds of models (model_family) and what to start with."""
 ENCODER_ONLY_MODES = {"image_encoder": "i2i"}
-
-GUESSES = {
-    "query": ("instruction", "search", "title", "prompt", "source", "text1", "premise", "input", "question_text", "q"),
-    "positive": (
-        "context",
-        "text",
-        "content",
-        "body",
-        "target",
-        "text2",
-        "hypothesis",
-        "output",
-        "completion",
-        "doc",
-        "a",
-    ),
-}
-"""Names that vembed does not read by themselves, but that often are what is meant."""
 
 
 def run_init(
@@ -186,14 +169,11 @@ def _look_at(records: Sequence[dict[str, Any]], data: str) -> tuple[dict[str, st
     if not records:
         return {}, "infonce", "not looked at (no file of that name here)"
     names = tuple(dict.fromkeys(name for record in records for name in record))
-    mapping: dict[str, str] = {}
-    if Columns().layout(names).problem:
-        for role, guesses in GUESSES.items():
-            if Columns(mapping).layout(names).query and role == "query":
-                continue
-            guess = next((name for name in names if name.lower() in guesses and name not in mapping), None)
-            if guess:
-                mapping[guess] = role
+    layout = Columns().layout(names)
+    has = {"query": layout.query or layout.query_image, "positive": layout.positive or layout.positive_image}
+    taken = layout.columns()
+    free = [name for name in names if name not in taken]
+    mapping = guess_mapping(free, [role for role, name in has.items() if name is None])
     layout = Columns(mapping).layout(names)
     if layout.problem:
         raise UserError(f"{data}: {layout.problem}")
@@ -243,7 +223,8 @@ def _peek_json_list(text: str) -> list[dict[str, Any]]:
 
 def _peek_delimited(path: Path) -> list[dict[str, Any]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+        delimiter = delimiter_of(file.readline(MAX_LINE), "\t" if path.suffix.lower() == ".tsv" else ",")
+        file.seek(0)
         rows = list(islice(csv.DictReader(file, delimiter=delimiter), NUM_RECORDS))
     if not rows:
         raise UserError(f"{path}: has no rows below its header")
