@@ -229,7 +229,8 @@ def export(
     def call() -> None:
         from vembed.tools.export import run_export
 
-        run_export(model, output, merge=merge)
+        path = run_export(model, output, merge=merge)
+        sys.stdout.write(f"wrote {path}\n")
 
     _end(call)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Command
+from tests.tiny import shared, tiny_bert
 from vembed.config.loading import load_config
 from vembed.config.options import all_options
 from vembed.tools.init import FAMILIES
@@ -239,6 +240,20 @@ def test_init_writes_a_config_that_loads(vembed: Command, family: str) -> None:
     assert config.data_path == "train.jsonl"
     assert config.loss == "infonce"
     assert all("#" in line for line in Path("vembed.yaml").read_text().splitlines() if line.strip())
+
+
+def test_init_gives_new_projections_a_rate_of_their_own(vembed: Command) -> None:
+    Path("train.jsonl").write_text('{"query": "a", "positive": {"image": "b.png"}}\n')
+    assert vembed("init", "--family", "composed").code == 0
+    config = load_config("vembed.yaml")
+    assert config.head_learning_rate == 1e-3 and config.learning_rate == 2e-5
+
+
+def test_export_says_where_the_model_is(vembed: Command) -> None:
+    done = vembed("export", str(shared(tiny_bert)), "mine")
+    assert done.code == 0, done.err
+    assert done.out == "wrote mine\n"
+    assert Path("mine/config.json").is_file()
 
 
 def test_init_does_not_write_over_a_file(vembed: Command) -> None:

@@ -108,6 +108,8 @@ def test_matryoshka_sizes_stay_with_their_weights_D24() -> None:
         ({"wandb_project": "x"}, "wandb_project and wandb_tags have no effect with report_to: ['tensorboard']"),
         ({"strategy": "ddp", "fsdp_version": 1}, "fsdp_version: 1 has no effect with strategy: ddp"),
         ({"val_data_path": "d"}, "val_data_path is the training data"),
+        ({"use_lora": True}, "learning_rate: 2e-05 is the default for training all weights"),
+        ({"image_model_name": "i", "learning_rate": 1e-5}, "head_learning_rate is not set: the projections"),
     ],
 )
 def test_what_has_no_effect_is_said(values: dict[str, Any], remark: str) -> None:
@@ -118,6 +120,8 @@ def test_what_has_no_effect_is_said(values: dict[str, Any], remark: str) -> None
 
 def test_defaults_cause_no_remark() -> None:
     assert rules.remarks(config()) == []
+    assert rules.remarks(config(use_lora=True, learning_rate=2e-5)) == []
+    assert rules.remarks(config(image_model_name="i", head_learning_rate=2e-5)) == []
 
 
 def test_tables_name_options() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -202,3 +204,17 @@ def test_meta_models_have_the_same_names_and_no_values():
     }
     buffers = dict(empty.named_buffers())
     assert buffers and all(torch.equal(buffers[name], one) for name, one in whole.named_buffers())
+
+
+def test_the_libraries_of_adapters_say_nothing_of_kernels():
+    program = """
+from tests.tiny import shared, tiny_bert
+from transformers import BertModel
+from vembed.config.schema import TrainConfig
+from vembed.models.adapters import add_adapters
+folder = shared(tiny_bert)
+model = BertModel.from_pretrained(folder)
+add_adapters(model, "text_encoder", TrainConfig(model_name=str(folder), data_path="d", use_lora=True))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    assert "kernels" not in done.stdout + done.stderr

@@ -406,6 +406,16 @@ def remarks(config: TrainConfig) -> list[str]:
         found += [f"{name}: {_word(values[name])} has no effect with strategy: {config.strategy}" for name in fsdp]
     if config.val_data_path is not None and config.val_data_path == config.data_path:
         found.append("val_data_path is the training data: its scores will not say how the model does on new data")
+    if (config.use_lora or config.use_qlora) and "learning_rate" not in config.model_fields_set:
+        found.append(
+            f"learning_rate: {config.learning_rate:g} is the default for training all weights, and adapters learn "
+            "little with it: 1e-4 to 2e-4 is usual for them"
+        )
+    if config.image_model_name is not None and config.head_learning_rate is None:
+        found.append(
+            "head_learning_rate is not set: the projections of two towers that never met are new, and learn little at "
+            f"learning_rate: {config.learning_rate:g}; 1e-3 is usual for them"
+        )
     return found
 
 

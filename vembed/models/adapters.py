@@ -43,9 +43,9 @@ def wants_adapters(config: TrainConfig) -> bool:
 
 def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> None:
     """Put adapters into the backbone and freeze everything else in it."""
+    quieten_bitsandbytes()  # peft imports it
     from peft import LoraConfig, inject_adapter_in_model  # takes seconds, which runs without adapters need not wait
 
-    quieten_bitsandbytes()  # peft imports it while it looks for layers in 4 bits
     frozen = names_frozen_by(backbone, family, config.freeze)
     names = [name for name in target_names(backbone, family, config) if f"{name}.weight" not in frozen]
     if not names:

@@ -31,6 +31,7 @@ class Family:
     batch_size: int = 64
     learning_rate: float = 2e-5
     use_lora: bool = False
+    head_learning_rate: float | None = None
     image_model_name: str | None = None
 
 
@@ -49,6 +50,7 @@ FAMILIES = {
         128,
         128,
         2e-5,
+        head_learning_rate=1e-3,
         image_model_name="facebook/dinov2-base",
     ),
 }
@@ -139,6 +141,8 @@ def starter(family: str, data: str, *, model: str | None = None, val_data: str |
         _line("epochs", 1, "passes over the data"),
         _line("learning_rate", kind.learning_rate, "used as it stands, on any number of processes"),
     ]
+    if kind.head_learning_rate:
+        lines.append(_line("head_learning_rate", kind.head_learning_rate, "of the two projections, which are new"))
     if kind.use_lora:
         lines.append(_line("use_lora", True, "train small adapters instead of all weights"))
     lines += [
