@@ -131,7 +131,7 @@ def encode(
     ],
     output: Annotated[str, typer.Argument(help="Where to write: NAME.npy or NAME.parquet.")],
     kind: Annotated[str, typer.Option(help="query or document: which of the model's prompts to use.")] = "document",
-    column: Annotated[str | None, typer.Option(help="The field of a JSONL record that holds the text.")] = None,
+    column: Annotated[str | None, typer.Option(help="The field or column that holds the text.")] = None,
     input_format: Annotated[str, typer.Option(help="auto, jsonl or text.")] = "auto",
     truncate_dim: Annotated[int | None, typer.Option(min=1, help="Keep only the first so many numbers.")] = None,
     normalize: Annotated[bool | None, typer.Option(help="Vectors of length 1. Default: as the model says.")] = None,

@@ -1,10 +1,12 @@
 """`vembed encode`: rows in the order of the lines, in both formats, from all kinds of input, by one process and two."""
 
+import csv
 import io
 import json
 import sys
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -90,6 +92,42 @@ def test_standard_input(tmp_path, monkeypatch, form):
     monkeypatch.setattr(sys, "stdin", given)
     run_encode(str(shared(tiny_bert_st)), "-", str(tmp_path / "out.npy"))
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected(), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.parquet"])
+def test_rows_of_a_table(tmp_path, name):
+    path, rows = tmp_path / name, [{"id": f"t{n}", "Subject": text, "Answer": "-"} for n, text in enumerate(TEXTS)]
+    if name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist([{**row, "vector": [0.5]} for row in rows]), path)
+    else:
+        with path.open("w", newline="", encoding="utf-8-sig") as file:
+            table = csv.DictWriter(file, list(rows[0]), delimiter=";" if name == "a.csv" else "\t")
+            table.writeheader()
+            table.writerows(rows)
+    model = str(shared(tiny_bert_st))
+    run_encode(model, str(path), str(tmp_path / "out.parquet"), column="Subject")
+    found = pq.read_table(tmp_path / "out.parquet")
+    assert found.column("id").to_pylist() == [row["id"] for row in rows]
+    np.testing.assert_allclose(np.array(found.column("embedding").to_pylist()), expected(), atol=1e-6)
+    with pytest.raises(UserError, match=r"row 1: none of the fields text, .*it has id.*--column|row 1: no field"):
+        run_encode(model, str(path), str(tmp_path / "two.npy"))
+
+
+def test_tables_that_cannot_be_read(tmp_path):
+    model = str(shared(tiny_bert_st))
+    for name, content, message in (
+        ("a.parquet", b"nothing", "cannot be read as Parquet"),
+        ("a.csv", b"id,text\n1,a,b\n", "row 1: the number of cells is 3, and the header has 2"),
+        ("b.csv", b"id,text\n1,\xff\n", "row 1 is not UTF-8"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            run_encode(model, str(tmp_path / name), str(tmp_path / "out.npy"))
+
+
+def test_a_column_of_plain_text_is_refused(texts, tmp_path):
+    with pytest.raises(UserError, match=r"texts\.txt is read as plain text, which has no column body"):
+        run_encode(str(shared(tiny_bert_st)), str(texts), str(tmp_path / "out.npy"), column="body")
 
 
 def test_files_larger_than_a_chunk(texts, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""`vembed encode`: a file of texts or records in, one embedding per line out, in the order of the input."""
+"""`vembed encode`: a file of texts, records or rows in, one embedding per each out, in the order of the input."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -25,6 +25,7 @@ from vembed.evaluation.dataset import titled_text
 from vembed.evaluation.embedder import Embedder
 from vembed.evaluation.encoding import encode_items
 from vembed.evaluation.progress import ProgressReport, duration
+from vembed.tools.table_rows import is_table, num_rows, table_rows
 from vembed.tools.vector_files import check_target, vector_writer
 
 CHUNK_LINES = 65_536
@@ -32,6 +33,7 @@ CHUNK_LINES = 65_536
 TEXT_COLUMNS = ("text", "query", "positive", "document", "sentence")
 """Fields that are taken for the text of a record when nobody names one; the first that is there. A title goes before
 `text`, as in evaluation."""
+ITEM_COLUMNS = (*TEXT_COLUMNS, "title", "image")
 ID_COLUMNS = ("_id", "id")
 BOM = b"\xef\xbb\xbf"
 
@@ -72,7 +74,8 @@ def run_encode(
     console = Console(stderr=True)
     config = TrainConfig(model_name=model, data_path=[], strategy="ddp")  # a whole model on each process
     with start_session(config) as session:
-        lines = _Lines(input, session)
+        rows_of = Path(input) if input_format == "auto" and input != "-" and is_table(Path(input)) else None
+        lines = _Lines(input, session, rows_of, (*ID_COLUMNS, *([column] if column else ITEM_COLUMNS)))
         embedder = Embedder(
             model,
             device=session.device,
@@ -81,7 +84,7 @@ def run_encode(
             trust_remote_code=trust_remote_code,
         )
         unit = embedder.description.normalize if normalize is None else normalize
-        parser = _Parser(input, column, input_format, image_root)
+        parser = _Parser(input, column, "jsonl" if rows_of else input_format, image_root, of_rows=rows_of is not None)
         num_dims = embedder.truncate_dim or embedder.description.embedding_dim
         began = time.monotonic()
         with (
@@ -122,12 +125,15 @@ def run_encode(
 class _Lines:
     """Chunks of lines with the number of the first, read by the first process and handed to all."""
 
-    def __init__(self, source: str, session: Session) -> None:
+    def __init__(self, source: str, session: Session, rows_of: Path | None, columns: Collection[str]) -> None:
+        """`rows_of`: the table whose rows are the lines; `columns`: those of it that may be needed."""
         self.source = source
         self.session = session
+        self.rows_of = rows_of
+        self.columns = columns
         found = {"total": None, "error": None}
         if session.is_main and source != "-":
-            found = _count_lines(Path(source))
+            found = _count_lines(Path(source), of_rows=rows_of is not None)
         found = collectives.broadcast_json(found)
         if found["error"]:
             raise UserError(found["error"])
@@ -135,8 +141,10 @@ class _Lines:
 
     def __iter__(self) -> Iterator[tuple[int, list[str]]]:
         with ExitStack() as stack:
-            file = None
-            if self.session.is_main:
+            file: Iterator[bytes] | None = None
+            if self.session.is_main and self.rows_of is not None:
+                file = table_rows(self.rows_of, self.columns)
+            elif self.session.is_main:
                 file = sys.stdin.buffer if self.source == "-" else stack.enter_context(Path(self.source).open("rb"))
             first = 1
             while True:
@@ -147,15 +155,18 @@ class _Lines:
                 first += len(chunk)
 
 
-def _decoded(file: BinaryIO) -> list[str]:
+def _decoded(file: Iterator[bytes]) -> list[str]:
     """The next lines without their ends. Bytes that are no UTF-8 become lone surrogates, which the parser refuses with
     the number of the line."""
     lines = itertools.islice(file, CHUNK_LINES)
     return [line.removeprefix(BOM).decode("utf-8", "surrogateescape").rstrip("\r\n") for line in lines]
 
 
-def _count_lines(path: Path) -> dict[str, Any]:
+def _count_lines(path: Path, *, of_rows: bool) -> dict[str, Any]:
     try:
+        if of_rows:
+            path.open("rb").close()
+            return {"total": num_rows(path), "error": None}
         with path.open("rb") as file:
             total, last = 0, b"\n"
             while block := file.read(2**20):
@@ -163,23 +174,33 @@ def _count_lines(path: Path) -> dict[str, Any]:
             return {"total": total + (last != b"\n"), "error": None}
     except OSError as error:
         return {"total": None, "error": f"{path} cannot be read: {error.strerror}"}
+    except UserError as error:
+        return {"total": None, "error": str(error)}
 
 
 class _Parser:
     """One line to an item and its id."""
 
-    def __init__(self, source: str, column: str | None, given: Format, image_root: str | None) -> None:
+    def __init__(
+        self, source: str, column: str | None, given: Format, image_root: str | None, *, of_rows: bool
+    ) -> None:
+        self.of_rows = of_rows
         self.source = "standard input" if source == "-" else source
         self.column = column
         self.format = given
         if given == "auto" and source != "-":
             self.format = "jsonl" if Path(source).suffix in (".jsonl", ".ndjson", ".json") else "text"
+        if column is not None and self.format == "text":
+            raise UserError(
+                f"{self.source} is read as plain text, which has no column {column}: leave out --column, or give "
+                "--input-format jsonl"
+            )
         folder = image_root or (str(Path(source).absolute().parent) if source != "-" else ".")
         self.images = ImageRoot(folder, allow_urls=False)
 
     def record(self, line: str, number: int) -> tuple[Item, str | None]:
         """What stands on a line; a `UserError` names one that cannot be encoded."""
-        where = f"{self.source}:{number}"
+        where = f"{self.source}, row {number:,d}" if self.of_rows else f"{self.source}:{number}"
         if not line.strip():
             raise UserError(f"{where} is empty, and every line has to give one embedding; remove it")
         if not line.isascii():

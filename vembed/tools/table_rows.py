@@ -1,0 +1,59 @@
+"""Rows of CSV, TSV and Parquet files as lines of JSON, so that `vembed encode` reads them like records."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vembed.data.delimited import delimiter_of
+from vembed.data.readers import MAX_RECORD
+from vembed.errors import UserError
+
+DELIMITED = {".csv": ",", ".tsv": "\t"}
+PARQUET = (".parquet", ".pq")
+CHUNK_ROWS = 1024
+
+
+def is_table(path: Path) -> bool:
+    """Whether the file's name ends as one of a table."""
+    return path.suffix.lower() in (*DELIMITED, *PARQUET)
+
+
+def num_rows(path: Path) -> int | None:
+    """How many there are, where the file says so."""
+    if path.suffix.lower() not in PARQUET:
+        return None
+    try:
+        return int(pq.read_metadata(path).num_rows)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from error
+
+
+def table_rows(path: Path, wanted: Collection[str]) -> Iterator[bytes]:
+    """Every row as one object. Of a Parquet file's columns only the wanted ones are read, where it has any of them."""
+    if path.suffix.lower() in PARQUET:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            columns = [name for name in names if name in wanted] or names
+            for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=columns):
+                for row in batch.to_pylist():
+                    yield json.dumps(row, default=str).encode()
+        return
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
+    expected = DELIMITED[path.suffix.lower()]
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
+        delimiter = delimiter_of(text.readline(), expected)
+        text.seek(0)
+        rows = csv.reader(text, delimiter=delimiter)
+        header = next(rows, [])
+        for number, row in enumerate((row for row in rows if row), 1):
+            if len(row) != len(header):
+                sizes = f"the number of cells is {len(row):,d}, and the header has {len(header):,d}"
+                raise UserError(f"{path}, row {number:,d}: {sizes}")
+            cells = {name: cell or None for name, cell in zip(header, row, strict=True)}
+            yield json.dumps(cells, ensure_ascii=False).encode(errors="surrogateescape")
