@@ -149,6 +149,12 @@ def test_equal_documents_are_joined_and_said(tmp_path):
     assert data.notes == ("joined 1 documents with equal content",)
 
 
+def test_qrels_as_trec_eval_has_them(tmp_path):
+    folder = beir(tmp_path, [])
+    (folder / "qrels" / "test.tsv").write_text("q1 0 d1 2\nq1 0 d2 0\n2 Q0 d3 1\n")
+    assert found(opened(folder)) == {"first": {"Title of one": 2}, "second": {"three": 1}}
+
+
 def test_choice_of_qrels(tmp_path):
     folder = beir(tmp_path, ["q1\td1\t1"])
     beir(tmp_path, ["q1\td2\t1"], split="dev")

@@ -228,6 +228,8 @@ def _read_qrels(
 ) -> Iterator[tuple[str, str, int]]:
     for number, line in _lines(path):
         fields = line.split("\t")
+        if len(fields) == 1 and len(words := line.split()) == 4:
+            fields = [words[0], words[2], words[3]]  # as trec_eval has them: query, 0, document, grade
         if number == 1 and not _is_whole(fields[-1]):
             continue  # the header
         where = f"{path}:{number}"
