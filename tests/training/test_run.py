@@ -201,6 +201,15 @@ def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
     assert result.steps == 3
 
 
+def test_a_loss_of_nothing_is_noticed(tmp_path: Path) -> None:
+    config = settings(tmp_path, val_data_path=None, max_steps=2)
+    rows = [{"query": f"red {word}", "positive": "the one document"} for word in WORDS[:32]]
+    Path(config["data_path"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = vembed.train(config).output_dir
+    warnings = [line for line in (output / "training_log.txt").read_text().splitlines() if "WARNING" in line]
+    assert len(warnings) == 1 and "the loss of step 1 is exactly 0" in warnings[0] and "mask_duplicates" in warnings[0]
+
+
 def test_mean_cosine_is_that_of_all_pairs() -> None:
     rows = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     unit = torch.nn.functional.normalize(rows, dim=1)

@@ -64,8 +64,10 @@ def freeze_unused(backbone: nn.Module, family: Family, image_pooling: Pooling | 
         if is_never_used(name) or name in LOSS_PARAMETERS or name.startswith(norms_left_out):
             parameter.requires_grad = False
             unused.append(name)
-    if unused:
-        log.info("not trained, since no embedding depends on them: %s", ", ".join(unused))
+    if named := [name for name in unused if name not in LOSS_PARAMETERS]:
+        log.info("not trained, since no embedding depends on them: %s", ", ".join(named))
+    if of_loss := [name for name in unused if name in LOSS_PARAMETERS]:
+        log.info("%s: the loss's, trained with loss: sigmoid or learn_temperature: true alone", ", ".join(of_loss))
     return unused
 
 

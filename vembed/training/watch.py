@@ -30,6 +30,7 @@ class Watch:
 
     def __init__(self, config: TrainConfig, session: Session) -> None:
         self.stops = config.on_nonfinite == "stop"
+        self.loss = config.loss
         self.scales = session.mixed_precision == "fp16"
         self.session = session
         self.warned: set[str] = set()
@@ -69,6 +70,13 @@ class Watch:
                 "collapse",
                 f"embeddings collapse: the mean cosine between inputs is {cosine:.3f}; lower learning_rate, check that "
                 "pooling fits the model, and that positives are not the same text in every row",
+            )
+        if loss == 0.0 and self.loss == "infonce":
+            self._once(
+                "nothing",
+                f"the loss of step {step:,d} is exactly 0, so it taught nothing: no positive had another document to "
+                "be told from, or all are told apart already; check that positives differ (copies in a batch are left "
+                "out: mask_duplicates), or add negatives",
             )
         is_still = self.highest - self.lowest <= STILL_RANGE * max(abs(self.highest), 1e-12)
         if step >= STILL_STEPS and self.num_seen > 1 and is_still:
