@@ -201,6 +201,16 @@ def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
     assert result.steps == 3
 
 
+def test_texts_that_are_cut_are_counted(tmp_path: Path) -> None:
+    config = settings(tmp_path, val_data_path=None, max_steps=1, batch_size=4, max_length=40)
+    for name, longest, expected in (("short", 20, 0), ("long", 100, 1)):
+        rows = [{"query": f"red {word}", "positive": f"{word} " * longest} for word in WORDS[:16]]
+        Path(config["data_path"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        output = vembed.train({**config, "output_dir": str(tmp_path / name)}).output_dir
+        said = (output / "training_log.txt").read_text()
+        assert said.count("max_length: 16 of the first 32 texts fill 40 tokens, and what is longer is cut") == expected
+
+
 def test_a_loss_of_nothing_is_noticed(tmp_path: Path) -> None:
     config = settings(tmp_path, val_data_path=None, max_steps=2)
     rows = [{"query": f"red {word}", "positive": "the one document"} for word in WORDS[:32]]

@@ -42,7 +42,15 @@ from vembed.training.interrupts import EvaluationStopped, Interrupts
 from vembed.training.logs import Metrics, run_logging, show_progress
 from vembed.training.optim import build_optimizer
 from vembed.training.schedule import Schedule
-from vembed.training.setup import learned, main_first, make_output_folder, num_workers, plan_batches, start_head
+from vembed.training.setup import (
+    learned,
+    log_cut_texts,
+    main_first,
+    make_output_folder,
+    num_workers,
+    plan_batches,
+    start_head,
+)
 from vembed.training.shortage import MemoryGuard, OutOfMemory
 from vembed.training.step import ContrastiveStep
 from vembed.training.timing import PhaseTimer, Profile
@@ -153,7 +161,9 @@ def run(
     whole_model = whole_model_writer(config, session, embedder, model, loss)
     accumulation = config.gradient_accumulation_steps
     stream = ShareStream(store, plan, featuriser, session.rank, session.world_size, num_workers(config, description))
-    budget = find_budget(config, model, featuriser, session, stream.sample())
+    sample = stream.sample()
+    log_cut_texts(sample, description)
+    budget = find_budget(config, model, featuriser, session, sample)
     guard = MemoryGuard(config, session)
     timer, profile = PhaseTimer(session.device), Profile(config, session.rank)
     step = ContrastiveStep(

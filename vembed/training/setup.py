@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 
 from vembed.config.schema import TrainConfig
 from vembed.data.batches import BatchPlan
-from vembed.data.features import Featuriser
+from vembed.data.features import Features, Featuriser
 from vembed.data.sources import ExampleStore
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
@@ -89,6 +89,19 @@ def num_workers(config: TrainConfig, description: ModelDescription) -> int:
     if config.num_workers != "auto":
         return config.num_workers
     return 1 if description.lanes == ("text",) else min(4, max(1, (os.cpu_count() or 1) // 2))
+
+
+def log_cut_texts(features: Sequence[Features], description: ModelDescription) -> None:
+    """Say how many of these inputs reach the longest length, behind which texts are cut."""
+    texts = [one.token_ids for one in features if one.lane == "text" and one.token_ids is not None]
+    num_full = sum(len(one) >= description.max_length for one in texts)
+    if num_full and description.family != "siglip":  # which fills every text up
+        log.info(
+            "max_length: %s of the first %s texts fill %s tokens, and what is longer is cut there",
+            f"{num_full:,d}",
+            f"{len(texts):,d}",
+            f"{description.max_length:,d}",
+        )
 
 
 def learned(loss: EmbeddingLoss) -> dict[str, float]:
