@@ -34,6 +34,28 @@ def texts(*values: str) -> tuple[Item, ...]:
     return tuple(Item(text=value) for value in values)
 
 
+def said(content: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("messages", "images", "reason"),
+    [
+        ([said("q", "assistant")], None, "a message of role 'assistant', and only what the user says.*query_prompt"),
+        ([said(["q"])], None, "a message without a text in `content`"),
+        ([said("<image><image>")], ["a.png"], "has 2 <image> and 1 images"),
+        ([said(" ")], None, "is empty"),
+        ([], None, "is empty"),
+    ],
+)
+def test_conversations_that_mean_nothing(messages: Any, images: Any, reason: str) -> None:
+    record = {"messages": messages, "positive_messages": [[said("p")]], "images": images}
+    with pytest.raises(BadRecord, match=reason):
+        read(record)
+    with pytest.raises(BadRecord, match="positive_messages has 1 conversations, and positive_images 2 lists"):
+        read({"messages": [said("q")], "positive_messages": [[said("p")]], "positive_images": [["a"], ["b"]]})
+
+
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
@@ -55,6 +77,28 @@ def texts(*values: str) -> tuple[Item, ...]:
         (
             {"query": "q", "positive_passages": [{"text": "p"}], "negative_passages": [{"text": "n"}]},
             Example(Item("q"), texts("p"), texts("n")),
+        ),
+        (
+            {
+                "messages": [said("q")],
+                "positive_messages": [[said("p")], [said("r"), said("s")]],
+                "negative_messages": [[said("n")]],
+            },
+            Example(Item("q"), texts("p", "r\ns"), texts("n")),
+        ),
+        (
+            {
+                "messages": [said("<image>in red")],
+                "images": ["a.png"],
+                "positive_messages": [[said("<image>")]],
+                "positive_images": [["b.png"]],
+                "negative_messages": [said("plain text")],
+            },
+            Example(picture("a.png", text="in red"), (picture("b.png"),), texts("plain text")),
+        ),
+        (
+            {"messages": [said("q")], "positive_messages": [[said("p")]], "label": 0.5},
+            Example(Item("q"), texts("p"), scores=(0.5,)),
         ),
         (
             {"query": "q", "positive": ["p", "r"], "scores": [2, 1.5]},

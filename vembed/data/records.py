@@ -7,6 +7,7 @@ import re
 from typing import Any, Literal
 
 from vembed.data.columns import Columns, Layout
+from vembed.data.conversations import as_fields, is_conversation
 from vembed.data.examples import BadRecord, Example, ImageRef, Item
 from vembed.data.images import ImageRoot
 from vembed.data.messages import listed
@@ -43,6 +44,8 @@ class RecordFormat:
         """The example that a record means; `BadRecord` says why it means none."""
         if type(record) is not dict:
             raise BadRecord(f"{_described(record)}, and a record is an object with named fields")
+        if is_conversation(record):
+            record = as_fields(record)
         layout = self.columns.layout(tuple(record))
         if layout.problem:
             raise BadRecord(layout.problem)

@@ -1,0 +1,61 @@
+"""Conversations: records as LLM trainers write them, messages with roles, turned into the fields that vembed reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vembed.data.examples import BadRecord
+
+QUERY = "messages"
+_SIDES = (("messages", "images", "query"), ("positive_messages", "positive_images", "positive"),
+          ("negative_messages", "negative_images", "negatives"))  # fmt: skip
+_IMAGE = "<image>"
+
+
+def is_conversation(record: dict[str, Any]) -> bool:
+    """Whether a record has its query as messages, and what it should find too."""
+    return isinstance(record.get(QUERY), list) and "positive_messages" in record
+
+
+def as_fields(record: dict[str, Any]) -> dict[str, Any]:
+    """The same record with `query`, `positive`, `negatives` and `score`; other fields stay, to be noted as unused."""
+    known = {name for messages, images, _ in _SIDES for name in (messages, images)}
+    fields = {name: value for name, value in record.items() if name not in known and name != "label"}
+    for name, images_name, field in _SIDES:
+        conversations, images = record.get(name), record.get(images_name)
+        if conversations is None:
+            continue
+        if field == "query":
+            fields[field] = _item(conversations, images, name)
+            continue
+        if conversations and isinstance(conversations[0], dict):  # one conversation instead of a list of them
+            conversations, images = [conversations], None if images is None else [images]
+        images = images or [None] * len(conversations)
+        if len(images) != len(conversations):
+            raise BadRecord(
+                f"{name} has {len(conversations):,d} conversations, and {images_name} {len(images):,d} lists"
+            )
+        fields[field] = [_item(one, own, name) for one, own in zip(conversations, images, strict=True)]
+    if record.get("label") is not None:
+        fields["score"] = record["label"]
+    return fields
+
+
+def _item(messages: Any, images: Any, name: str) -> dict[str, Any]:
+    """What the user says, as one item; markers of images go, since an item knows its images."""
+    texts = []
+    for message in messages if isinstance(messages, list) else [messages]:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise BadRecord(f"{name} has a message without a text in `content`")
+        if message.get("role", "user") != "user":
+            raise BadRecord(
+                f"{name} has a message of role {message['role']!r:.40}, and only what the user says is embedded; "
+                "instructions belong into query_prompt and document_prompt"
+            )
+        texts.append(message["content"])
+    images = [] if images is None else images if isinstance(images, list) else [images]
+    whole = "\n".join(texts)
+    if whole.count(_IMAGE) not in (0, len(images)):
+        raise BadRecord(f"{name} has {whole.count(_IMAGE):,d} {_IMAGE} and {len(images):,d} images")
+    text = whole.replace(_IMAGE, "").strip() if images else whole
+    return {**({"text": text} if text or not images else {}), **({"images": images} if images else {})}
