@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.harness import run_ranks
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
+from vembed.distributed import collectives
 from vembed.distributed.session import start_session
 from vembed.evaluation import retrieval
 from vembed.evaluation.dataset import RetrievalData
@@ -195,3 +196,30 @@ def test_queries_divided_among_ranks_give_the_same_last_digit():
             retrieval_metrics(queries[:1], documents, few, [10]),
         )
     assert run_ranks(_metrics_on_a_rank, 2, process_group=False, timeout=110) == [expected, expected]
+
+
+class Stop(Exception):  # noqa: N818
+    pass
+
+
+def _stops_while_it_scores():
+    retrieval.QUERY_TILE, retrieval.DOCUMENT_TILE = 8, 32
+    calls, at = [0], None
+
+    def between():
+        calls[0] += 1
+        if at is not None and collectives.max_ints([int(calls[0] == at)])[0]:
+            raise Stop
+
+    with start_session(TrainConfig(model_name="m", data_path="d", strategy="ddp")) as session:
+        queries, documents, data = random_case(num_queries=20)  # 3 tiles: 2 for rank 0, 1 for rank 1
+        retrieval_metrics(queries, documents, data, [10], [4], session=session, between=between)
+        whole, calls[0], at = calls[0], 0, 3
+        with pytest.raises(Stop):
+            retrieval_metrics(queries, documents, data, [10], [4], session=session, between=between)
+        session.barrier()
+        return whole
+
+
+def test_scoring_can_be_stopped_after_each_tile_on_all_ranks():
+    assert run_ranks(_stops_while_it_scores, 2, process_group=False) == [2 * 2 * 3] * 2

@@ -195,3 +195,18 @@ def test_ranks_together_give_the_numbers_of_one(tmp_path):
     path = str(tmp_path / "val.jsonl")
     for scores in run_ranks(_evaluate_on_a_rank, 2, shared(tiny_bert_st), path, process_group=False, timeout=110):
         assert scores == pytest.approx(expected)
+
+
+def test_an_evaluation_can_be_ended_while_it_scores(tmp_path):
+    write_pairs(tmp_path / "val.jsonl")
+    config = TrainConfig(model_name="m", data_path="d")
+    data = open_eval_data(config, str(tmp_path / "val.jsonl"))
+    model = Embedder(shared(tiny_bert_st), device="cpu")
+    calls, forwards = [], []
+
+    def between():
+        calls.append(len(forwards))
+
+    with model.model.register_forward_pre_hook(lambda *_: forwards.append(1)):
+        evaluate_model(model.model, model.featuriser, data, config, None, dims=[8], between=between)
+    assert calls == [*range(1, len(forwards) + 1), len(forwards), len(forwards)]  # a tile at each of two sizes

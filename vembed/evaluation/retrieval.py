@@ -12,7 +12,7 @@ from torch import Tensor
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.evaluation.dataset import RetrievalData
-from vembed.evaluation.encoding import first_dims
+from vembed.evaluation.encoding import Between, first_dims
 
 QUERY_TILE = 256
 DOCUMENT_TILE = 8192
@@ -32,13 +32,14 @@ def retrieval_metrics(
     *,
     normalize: bool = True,
     session: Session | None = None,
+    between: Between | None = None,
 ) -> dict[str, float]:
     """`ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings as they are, and as `dim<d>/ndcg@k` for the first d
     coordinates; brought to length 1 first where `normalize`. A document whose content is the query's own is not counted
     as found, unless the data say that it is relevant.
 
     With a session of several ranks it is collective: every rank brings the same embeddings, searches for a share of the
-    queries, and gets the same numbers.
+    queries, and gets the same numbers. `between` is called after each tile, by all ranks as often.
     """
     excluded = own_documents(data)
     full = queries_QD.shape[1]
@@ -46,7 +47,7 @@ def retrieval_metrics(
     means: dict[int, dict[str, float]] = {}
     for dim in dict.fromkeys([full, *dims]):
         queries, documents = (first_dims(matrix, dim, normalize) for matrix in (queries_QD, documents_ND))
-        means[dim] = _mean_over_ranks(queries, documents, data, ks, excluded=excluded, session=session)
+        means[dim] = _mean_over_ranks(queries, documents, data, ks, excluded=excluded, session=session, between=between)
     scores.update(means[full])
     for dim in dims:
         scores.update({f"dim{dim}/{name}": value for name, value in means[dim].items()})
@@ -70,13 +71,22 @@ def _mean_over_ranks(
     *,
     excluded: np.ndarray,
     session: Session | None,
+    between: Between | None,
 ) -> dict[str, float]:
     rank, world_size = (session.rank, session.world_size) if session else (0, 1)
     device = session.device if session else torch.device("cpu")
     tiles = np.arange(len(queries_QD)) // QUERY_TILE
     owners = [np.flatnonzero(tiles % world_size == one) for one in range(world_size)]
-    own = owners[rank]
-    rankings = top_k(queries_QD[own], documents_ND, max(ks), excluded=excluded[own], device=device)
+    own, most = owners[rank], max(map(len, owners))
+    rankings = top_k(
+        queries_QD[own],
+        documents_ND,
+        max(ks),
+        excluded=excluded[own],
+        device=device,
+        in_step_with=most,
+        between=between,
+    )
     names, values = score_rankings(rankings, [data.relevance[index] for index in own], ks)
     gathered = torch.from_numpy(values)
     if world_size > 1:
@@ -94,22 +104,30 @@ def top_k(
     *,
     excluded: np.ndarray | None = None,
     device: torch.device | str = "cpu",
+    in_step_with: int = 0,
+    between: Between | None = None,
 ) -> np.ndarray:
     """[Q, k] indices of the documents with the highest dot products, best first; of equal ones the lower index first.
 
     -1 stands where there are fewer than k documents. `excluded`: per query one document that is left out, or -1.
+    `between` is called after each tile, and as often as it would be for `in_step_with` queries.
     """
     queries = torch.from_numpy(queries_QD).to(device)
     k_kept = min(k, len(documents_ND))
-    best = [torch.full((tile.shape[0], k_kept), _NOTHING, device=device) for tile in torch.split(queries, QUERY_TILE)]
+    tiles = torch.split(queries, QUERY_TILE)
+    best = [torch.full((tile.shape[0], k_kept), _NOTHING, device=device) for tile in tiles]
+    num_turns = max(len(tiles), -(-in_step_with // QUERY_TILE))
     for start in range(0, len(documents_ND), DOCUMENT_TILE):
         documents = torch.from_numpy(documents_ND[start : start + DOCUMENT_TILE]).to(device)
-        for number, tile in enumerate(torch.split(queries, QUERY_TILE)):
-            scores = tile @ documents.T
-            if excluded is not None:
-                _leave_out(scores, excluded[number * QUERY_TILE :][: len(tile)] - start)
-            joined = torch.cat([best[number], _best_keys(scores, k_kept, start)], dim=1)
-            best[number] = joined.topk(k_kept, dim=1).values
+        for turn in range(num_turns):
+            if turn < len(tiles):
+                scores = tiles[turn] @ documents.T
+                if excluded is not None:
+                    _leave_out(scores, excluded[turn * QUERY_TILE :][: len(scores)] - start)
+                joined = torch.cat([best[turn], _best_keys(scores, k_kept, start)], dim=1)
+                best[turn] = joined.topk(k_kept, dim=1).values
+            if between is not None:
+                between()
     rankings = np.full((len(queries_QD), k), -1, np.int64)
     if best:
         keys = torch.cat(best)

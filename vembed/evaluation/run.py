@@ -89,8 +89,8 @@ def evaluate_model(
     """Score a model as it is in memory, sharded or not. Collective: every rank calls it and gets the same numbers.
 
     `budget_tokens`: what is known to fit; `eval_batch_tokens` wins. `say` gets a line now and then in a long
-    evaluation, instead of the bar of `show_progress`. `between` is called between two micro-batches on all ranks, and
-    may end the evaluation by raising.
+    evaluation, instead of the bar of `show_progress`. `between` is called after each micro-batch and each tile of
+    scores on all ranks, and may end the evaluation by raising.
     """
     description = featuriser.description
     device = session.device if session else next(model.parameters()).device
@@ -122,7 +122,9 @@ def evaluate_model(
     if isinstance(data, RetrievalData):
         queries, documents = encode(data.queries, "query"), encode(data.documents, "document")
         ks = sorted({*config.eval_ks, REPORTED_K})
-        return retrieval_metrics(queries, documents, data, ks, sizes, normalize=normalize, session=session)
+        return retrieval_metrics(
+            queries, documents, data, ks, sizes, normalize=normalize, session=session, between=between
+        )
     first, second = encode(data.first, "query"), encode(data.second, "document")
     return similarity_metrics(first, second, data.scores, sizes, normalize=normalize)
 
