@@ -30,7 +30,7 @@ from vembed.distributed.devices import (
 )
 from vembed.distributed.environment import Place, read_place
 from vembed.distributed.memory import keep_freed_memory
-from vembed.distributed.network import interface_to
+from vembed.distributed.network import default_interface, interface_to, is_loopback_by_name
 from vembed.distributed.strategy import GIB, Choice, Strategy, choose_strategy, memory_of_a_process
 from vembed.errors import UserError
 
@@ -290,10 +290,19 @@ def _choose_interface() -> None:
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     address = os.environ["MASTER_ADDR"]
-    interface = interface_to(address, int(os.environ["MASTER_PORT"]))
+    interface, why = interface_to(address, int(os.environ["MASTER_PORT"])), f"it leads to {address}"
+    if is_loopback_by_name(address):
+        # Debian's /etc/hosts: machine 0 knows its own name as 127.0.1.1, and the others know its address.
+        interface, why = default_interface(), f"the default route's, because {address} is loopback on this machine"
+        if interface is None:
+            log.warning(
+                "network: %s, the name of machine 0, is a loopback address on this machine, which the others cannot "
+                "reach: give its address in the network to --main-process-ip (MASTER_ADDR), or the name of the "
+                "interface to GLOO_SOCKET_IFNAME", address,
+            )  # fmt: skip
     if interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-        log.info("network: interface %s (it leads to %s; GLOO_SOCKET_IFNAME names another)", interface, address)
+        log.info("network: interface %s (%s; GLOO_SOCKET_IFNAME names another)", interface, why)
 
 
 def _log_environment(place: Place) -> None:
