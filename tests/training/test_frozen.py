@@ -123,6 +123,63 @@ def test_two_ranks_use_what_the_other_has_computed(tmp_path: Path, cache: Path, 
         np.testing.assert_allclose(found[0]["losses"], one["losses"], rtol=1e-4)
 
 
+NUM_EVALUATED = 5
+
+
+def with_evaluations(folder: Path, output: str, **more: Any) -> dict[str, Any]:
+    """Evaluations before training, in it and after it; micro-batches of one row, as in training."""
+    data = folder / "val.jsonl"
+    if not data.exists():
+        words_and_pictures(folder, WORDS[:NUM_EVALUATED], 1, "val", seed=1)
+    val = {"val_data_path": str(data), "eval_before": True, "eval_steps": 4, "eval_batch_tokens": 1}
+    return options(folder, output, **val | more)
+
+
+def evaluations(folder: Path, output: str) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
+    return [line["eval"] for line in lines if "eval" in line]
+
+
+def test_evaluations_pass_no_tower_twice_and_give_the_same_scores(tmp_path: Path) -> None:
+    without = train(with_evaluations(tmp_path, "without", cache_frozen_features=False))
+    first = train(with_evaluations(tmp_path, "first"))
+    second = train(with_evaluations(tmp_path, "second"))
+    assert without["passed"] == 2 * NUM_ROWS + 3 * NUM_EVALUATED + 1
+    assert first["passed"] == NUM_ROWS + NUM_EVALUATED + 1
+    assert second["passed"] == 1
+    assert first["losses"] == second["losses"] == without["losses"]
+    scores = evaluations(tmp_path, "without")
+    assert len(scores) == 3 and scores[0] != scores[2]
+    assert scores == evaluations(tmp_path, "first") == evaluations(tmp_path, "second")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path: Path, strategy: str) -> None:
+    more = {"model_name": str(shared(tiny_clip)), "mixed_precision": "no", "eval_steps": None}
+    home = os.environ["XDG_CACHE_HOME"]
+    train(with_evaluations(tmp_path, "one", **more | {"epochs": 1, "max_steps": 1}))  # keeps all that is evaluated
+    picture = tmp_path / "images" / f"val-{WORDS[0]}-0.png"
+    os.utime(picture, ns=(1, 1))  # one that only one rank lacks
+    more["strategy"] = strategy
+    two = run_ranks(train_there, 2, home, with_evaluations(tmp_path, "two", **more), process_group=False, timeout=100)
+    train(with_evaluations(tmp_path, "whole", **more | {"strategy": "auto", "cache_frozen_features": False}))
+    first_of_each, to_stay_in_step = 2, 1
+    assert sum(rank["passed"] for rank in two) == 1 + (NUM_ROWS - 4) + first_of_each + to_stay_in_step
+    for one, other in zip(evaluations(tmp_path, "two"), evaluations(tmp_path, "whole"), strict=True):
+        assert one == pytest.approx(other)
+
+
+def test_the_start_says_how_large_the_folder_is_and_marks_what_is_used(tmp_path: Path, cache: Path) -> None:
+    train(options(tmp_path, "first"))
+    (tower,) = cache.iterdir()
+    os.utime(tower, (1, 1))
+    (cache / "other").mkdir()
+    (cache / "other" / "one.features").write_bytes(bytes(2_000_000))
+    train(options(tmp_path, "second"))
+    assert f"frozen features: {cache} holds those of 2 towers, 2.0 MB in all" in logged(tmp_path, "second")
+    assert tower.stat().st_mtime > 1
+
+
 def test_a_resumed_run_computes_only_what_it_has_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train(options(tmp_path, "whole", cache_frozen_features=False))
     agree, calls = Interrupts.agree, []

@@ -62,6 +62,8 @@ class FeatureStore:
         self._own: int | None = None
         self._writes = True
         self._look_around()
+        with suppress(OSError):  # not there yet, or not ours
+            os.utime(self.folder)  # when it was used last, for those who clean up
 
     def __len__(self) -> int:
         return len(self._places)
@@ -198,6 +200,15 @@ class FeatureStore:
     def _give_up(self, file: _File, reason: str) -> None:
         file.is_whole = False
         log.warning("cache_frozen_features: %s %s: what it held is computed anew", file.path, reason)
+
+
+def size_of_all(folder: Path) -> tuple[int, int]:
+    """How many towers have features in a folder, and the bytes of all."""
+    sizes: dict[Path, int] = {}
+    for path in folder.glob(f"*/*{SUFFIX}"):
+        with suppress(OSError):  # deleted meanwhile
+            sizes[path.parent] = sizes.get(path.parent, 0) + path.stat().st_size
+    return len(sizes), sum(sizes.values())
 
 
 def lasting_key(features: Features) -> bytes:

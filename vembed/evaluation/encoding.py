@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from vembed.data import microbatches
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, Featuriser
-from vembed.data.feeding import Feeder, row_index
+from vembed.data.feeding import Call, Feeder, Part, row_index
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
+from vembed.models.description import Lane
 
 CHUNK = 16_384
 """Inputs per process that are featurised, planned and gathered together: bounds token ids and gathered rows."""
@@ -27,6 +29,20 @@ Progress = Callable[[int, int], None]
 """Called with the number of items done and the number of all items, of all ranks together."""
 Between = Callable[[], None]
 """Called after each micro-batch, by all ranks as often; what it raises ends the encoding."""
+
+
+class KeptFeatures(Protocol):
+    """Of lanes whose towers never change: what these gave before, which spares passing them again."""
+
+    def see(
+        self, features: Sequence[Features], budget: int, max_rows: int | None, between: Between | None
+    ) -> Mapping[Lane, Tensor]:
+        """Per lane what its tower gives for each of the inputs; collective."""
+        ...
+
+    def inputs(self, part: Part, tables: Mapping[Lane, Tensor]) -> tuple[Lane, dict[str, Tensor]]:
+        """What the model takes in place of a part's inputs."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +75,13 @@ def encode_items(
     truncate_dim: int | None = None,
     progress: Progress | None = None,
     between: Between | None = None,
+    kept: KeptFeatures | None = None,
 ) -> np.ndarray:
     """[n, d] float32 embeddings in the order of the items, on every rank.
 
     With a session of several ranks it is collective: all ranks give the same items, each encodes a share, and all run
     equally many micro-batches per lane (a rank with nothing left runs a dummy), as sharded models need. Equal items are
-    encoded once. `truncate_dim` keeps the first coordinates; `normalize` comes after it.
+    encoded once. `truncate_dim` keeps the first coordinates; `normalize` comes after it. `kept` stands in for towers.
     """
     rank, world_size = (session.rank, session.world_size) if session else (0, 1)
     device = session.device if session else _device_of(model)
@@ -92,6 +109,7 @@ def encode_items(
                 world_size=world_size,
                 reporter=reporter,
                 between=between,
+                kept=kept,
             )
             if world_size > 1:
                 own = collectives.all_gather_rows(own, [len(share) for share in chunk.by_rank])
@@ -114,6 +132,24 @@ def first_dims(matrix_ND: np.ndarray, dim: int, normalize: bool) -> np.ndarray:
     return unit
 
 
+def plan_in_step(
+    features: Sequence[Features],
+    rows_of: Mapping[Lane, Sequence[int]],
+    budget: int,
+    max_rows: int | None,
+    world_size: int,
+) -> dict[Lane, list[list[int]]]:
+    """Micro-batches of some inputs of each lane, as many on every rank; collective where there are several."""
+    lengths = {lane: [features[row].length for row in rows] for lane, rows in rows_of.items()}
+    plans = {lane: microbatches.plan(lengths[lane], budget, max_rows) for lane in rows_of}
+    if world_size > 1:
+        counts = collectives.max_ints([len(plan) for plan in plans.values()])
+        for lane, count in zip(rows_of, counts, strict=True):
+            if count > len(plans[lane]):
+                plans[lane] = microbatches.plan(lengths[lane], budget, max_rows, at_least=count)
+    return {lane: [[rows_of[lane][place] for place in places] for places in plan] for lane, plan in plans.items()}
+
+
 def _encode_share(
     model: nn.Module,
     feeder: Feeder,
@@ -124,22 +160,20 @@ def _encode_share(
     world_size: int,
     reporter: _Reporter,
     between: Between | None,
+    kept: KeptFeatures | None,
 ) -> Tensor:
     """[n, D] embeddings of this rank's inputs, in as many micro-batches per lane as every other rank runs."""
-    description = feeder.featuriser.description
-    rows_of = {lane: [row for row, one in enumerate(features) if one.lane == lane] for lane in description.lanes}
-    lengths = {lane: [features[row].length for row in rows] for lane, rows in rows_of.items()}
-    plans = {lane: microbatches.plan(lengths[lane], budget, max_rows) for lane in description.lanes}
-    if world_size > 1:
-        counts = collectives.max_ints([len(plan) for plan in plans.values()])
-        for lane, count in zip(description.lanes, counts, strict=True):
-            if count > len(plans[lane]):
-                plans[lane] = microbatches.plan(lengths[lane], budget, max_rows, at_least=count)
-    calls = [[(lane, [rows_of[lane][place] for place in places])] for lane, plan in plans.items() for places in plan]
+    tables = kept.see(features, budget, max_rows, between) if kept is not None else {}
+    lanes = feeder.featuriser.description.lanes
+    rows_of = {lane: [row for row, one in enumerate(features) if one.lane == lane] for lane in lanes}
+    plans = plan_in_step(features, rows_of, budget, max_rows, world_size)
+    calls: list[Call] = [[(lane, rows)] for lane, plan in plans.items() for rows in plan]
+    fed = feeder.feed([[part for part in call if part[0] not in tables] for call in calls], features)
     result: Tensor | None = None
-    for call, inputs in zip(calls, feeder.feed(calls, features), strict=True):
-        ((_, rows),) = call
-        (embeddings,) = model(inputs)
+    for call, inputs in zip(calls, fed, strict=True):
+        ((lane, rows),) = call
+        given = inputs if kept is None or lane not in tables else [kept.inputs((lane, rows), tables)]
+        (embeddings,) = model(given)
         if result is None:
             result = embeddings.new_empty(len(features), embeddings.shape[1])
         if rows:  # otherwise a dummy, which kept the ranks in step

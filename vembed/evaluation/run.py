@@ -17,7 +17,7 @@ from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, Task, open_eval_data
 from vembed.evaluation.embedder import Embedder
-from vembed.evaluation.encoding import Between, default_budget, encode_items
+from vembed.evaluation.encoding import Between, KeptFeatures, default_budget, encode_items
 from vembed.evaluation.progress import ProgressReport
 from vembed.evaluation.retrieval import retrieval_metrics
 from vembed.evaluation.similarity import similarity_metrics
@@ -85,12 +85,13 @@ def evaluate_model(
     show_progress: bool = False,
     say: Callable[[str], object] | None = None,
     between: Between | None = None,
+    kept: KeptFeatures | None = None,
 ) -> dict[str, float]:
     """Score a model as it is in memory, sharded or not. Collective: every rank calls it and gets the same numbers.
 
     `budget_tokens`: what is known to fit; `eval_batch_tokens` wins. `say` gets a line now and then in a long
     evaluation, instead of the bar of `show_progress`. `between` is called after each micro-batch and each tile of
-    scores on all ranks, and may end the evaluation by raising.
+    scores on all ranks, and may end the evaluation by raising. `kept`: what frozen towers give.
     """
     description = featuriser.description
     device = session.device if session else next(model.parameters()).device
@@ -115,6 +116,7 @@ def evaluate_model(
                 normalize=False,
                 progress=progress,
                 between=between,
+                kept=kept,
             )
         _check_finite(embeddings, kind)
         return embeddings[:, :full]

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from vembed.config.schema import TrainConfig
 from vembed.data.cache import cache_folder
-from vembed.data.feature_store import FeatureStore
+from vembed.data.feature_store import FeatureStore, size_of_all
 from vembed.data.features import Features
 from vembed.data.feeding import Call, Feeder, Inputs, Part
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
+from vembed.evaluation.encoding import Between, plan_in_step
 from vembed.models.description import Lane
 from vembed.models.embedder import FEATURES, EmbeddingModel
 from vembed.models.identity import tower_identity
@@ -65,9 +66,16 @@ def open_stores(config: TrainConfig, session: Session, embedder: EmbeddingModel)
     if session.is_main:
         identities = {lane: tower_identity(embedder.description, embedder.backbone, lane, arithmetic) for lane in lanes}
     identities = collectives.broadcast_json(identities)
-    stores = {lane: FeatureStore(cache_folder() / "features", identities[lane]) for lane in lanes}
+    folder = cache_folder() / "features"
+    stores = {lane: FeatureStore(folder, identities[lane]) for lane in lanes}
     for lane, store in stores.items():
         log.info("frozen features, %s: %s kept in %s", lane, f"{len(store):,d}", store.folder)
+    if session.is_main:
+        num_towers, num_bytes = size_of_all(folder)
+        log.info(
+            "frozen features: %s holds those of %s towers, %.1f MB in all; vembed deletes none, you may at any time",
+            folder, f"{num_towers:,d}", num_bytes / 1e6,
+        )  # fmt: skip
     return stores
 
 
@@ -104,21 +112,35 @@ class FrozenTowers:
             )
         return known
 
+    def see(
+        self, features: Sequence[Features], budget: int, max_rows: int | None, between: Between | None
+    ) -> dict[Lane, Tensor]:
+        """The same as `features` outside of a step, whose ranks have agreed on nothing yet; collective."""
+        known = self.look_up(features)
+        missing = {lane: one.missing for lane, one in known.items()}
+        plans = plan_in_step(features, missing, budget, max_rows, collectives.world_size())
+        return self.features(features, known, plans, between)
+
     def features(
-        self, features: Sequence[Features], known: Mapping[Lane, Known], plans: Mapping[Lane, list[list[int]]]
+        self,
+        features: Sequence[Features],
+        known: Mapping[Lane, Known],
+        plans: Mapping[Lane, list[list[int]]],
+        between: Between | None = None,
     ) -> dict[Lane, Tensor]:
         """Per frozen lane [len(features), width], with zeros for inputs of other lanes. Collective: `plans` holds as
-        many micro-batches of what is missing on every rank."""
+        many micro-batches of what is missing on every rank; `between` is called after each."""
         dummies = {lane: self._dummy(lane) for lane in self.lanes}
         made: dict[Lane, list[tuple[list[int], Tensor]]] = {lane: [] for lane in self.lanes}
         calls: list[Call] = [[(lane, rows)] for lane in self.lanes for rows in plans.get(lane, [])]
         for call, output in zip(calls, self._towers(calls, features), strict=True):
             ((lane, rows),) = call
-            if not rows:
-                continue
-            made[lane].append((rows, output))
-            if lane in self.stores:
+            if rows:
+                made[lane].append((rows, output))
+            if rows and lane in self.stores:
                 self.stores[lane].add([features[row] for row in rows], output.cpu().numpy())
+            if between is not None:
+                between()
         tables = {}
         for lane in self.lanes:
             table = dummies[lane].new_zeros(len(features), dummies[lane].shape[1])

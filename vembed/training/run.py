@@ -169,6 +169,7 @@ def run(
     step = ContrastiveStep(
         model, loss, featuriser, session, budget, timer, guard, config.seed, frozen, stores, images, packs_texts=packs
     )
+    kept = step.frozen if stores else None
     update = Update(model, loss, optimizer, session, config, state.scale)
     watch, window = Watch(config, session), Window()
     earlier = state.seconds
@@ -187,7 +188,9 @@ def run(
                 return
             between, evaluation_began = interrupts.check, time.perf_counter()
             try:
-                scores = evaluate_model(model, featuriser, eval_data, config, session, say=log.info, between=between)
+                scores = evaluate_model(
+                    model, featuriser, eval_data, config, session, say=log.info, between=between, kept=kept
+                )
             except EvaluationStopped:
                 raise stop() from None
             state.scores = scores
