@@ -118,12 +118,15 @@ def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
 def test_scores_of_another_judge_are_forgotten(tmp_path, option, value):
     with starting(tmp_path) as run:
         run.resume().train()
-        run.state |= {"best": 0.9, "best_step": 1}
+        scores = {"before": {"ndcg@10": 0.1}, "scores": {"ndcg@10": 0.9}, "scored_step": 1}
+        run.state |= {"best": 0.9, "best_step": 1, "best_scores": {"ndcg@10": 0.9}, **scores}
         run.save()
     with starting(tmp_path, resume=True) as run:
         assert run.resume().state["best"] == 0.9
+    if option == "val_data_path":  # what was measured on other data is neither a start nor an end for this run
+        scores = {"before": {}, "scores": {}, "scored_step": None}
     with starting(tmp_path, resume=True, **{option: value}) as run:
-        assert run.resume().state == {"step": 1, "best": None, "best_step": None}
+        assert run.resume().state == {"step": 1, "best": None, "best_step": None, "best_scores": {}, **scores}
 
 
 # ---- damaged and abandoned checkpoints -------------------------------------------------------------------------

@@ -159,9 +159,13 @@ class Checkpointer:
         state: dict[str, Any] = saved["loop"]
         if self.session.is_main:
             trim_metrics(self.output, state["step"])
-        if {one.name for one in self._differences(directory)} & JUDGES:
+        changed = {one.name for one in self._differences(directory)} & JUDGES
+        if changed:
             log.info("the best score so far is forgotten: eval_metric or the evaluation data have changed")
-            state |= {"best": None, "best_step": None}
+            state |= {"best": None, "best_step": None, "best_scores": {}}
+        if "val_data_path" in changed:
+            # Scores on other data are no part of this run's report, and do not stand for an evaluation of this step.
+            state |= {"before": {}, "scores": {}, "scored_step": None}
         return state
 
     def load_weights(self, directory: Path, model: nn.Module, loss: nn.Module) -> bool:
