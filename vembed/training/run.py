@@ -165,7 +165,7 @@ def run(
     log_cut_texts(sample, description)
     budget = find_budget(config, model, featuriser, session, sample)
     guard = MemoryGuard(config, session)
-    timer, profile = PhaseTimer(session.device), Profile(config, session.rank)
+    timer, profile = PhaseTimer(session.device), Profile(config, session.rank, total_steps)
     step = ContrastiveStep(
         model, loss, featuriser, session, budget, timer, guard, config.seed, frozen, stores, images, packs_texts=packs
     )

@@ -60,14 +60,21 @@ class PhaseTimer:
 class Profile:
     """Writes what each rank did in the chosen steps to trace-rank<r>.json, which Perfetto and chrome://tracing show."""
 
-    def __init__(self, config: TrainConfig, rank: int) -> None:
-        self.range = config.profile_steps
+    def __init__(self, config: TrainConfig, rank: int, total_steps: int) -> None:
+        self.range: tuple[int, int] | None = None
+        if config.profile_steps is not None:
+            first, last = config.profile_steps
+            self.range = first, min(last, total_steps)
+            if first > total_steps:
+                log.warning("profile_steps: %s lies behind the run's last step, %d", config.profile_steps, total_steps)
         self.path = Path(config.output_dir) / f"trace-rank{rank}.json"
         self.profiler: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
-        """Start recording ahead of the first chosen step (steps count from 1)."""
-        if self.range and step == self.range[0]:
+        """Start recording ahead of the first chosen step (steps count from 1), or of the first that a resumed run has
+        of them."""
+        if self.range and self.profiler is None and self.range[0] <= step <= self.range[1]:
+            self.range = step, self.range[1]
             self.profiler = torch.profiler.profile(record_shapes=True, with_stack=True)
             self.profiler.start()
 
@@ -77,4 +84,4 @@ class Profile:
             self.profiler.stop()
             self.profiler.export_chrome_trace(str(self.path))
             self.profiler = None
-            log.info("profile: steps %d to %d are in %s", self.range[0], self.range[1], self.path)
+            log.info("profile: steps %d to %d are in %s", *self.range, self.path)

@@ -1,0 +1,43 @@
+"""profile_steps: a trace of the chosen steps that a run has, whatever it ends or begins with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.training.tiny_run import config_for
+from vembed.training.timing import Profile
+
+
+@pytest.mark.parametrize(
+    ("chosen", "done", "recorded"),
+    [
+        ([2, 3], range(1, 6), "steps 2 to 3"),
+        ([4, 9], range(1, 6), "steps 4 to 5"),  # the run ends before
+        ([2, 4], range(3, 6), "steps 3 to 4"),  # resumed within
+        ([2, 3], [1, 2, 2, 3, 4], "steps 2 to 3"),  # a step that is replayed after it ran out of memory
+        ([2, 3], range(4, 6), None),
+    ],
+)
+def test_a_trace_of_the_steps_that_there_are(
+    chosen: list[int], done: list[int], recorded: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="vembed")
+    profile = Profile(config_for(tmp_path, profile_steps=chosen), rank=0, total_steps=5)
+    steps = list(done)
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        profile.before(step)
+        if step != following:
+            profile.after(step)
+    trace = tmp_path / "trace-rank0.json"
+    assert trace.exists() is (recorded is not None)
+    if recorded is not None:
+        assert f"profile: {recorded} are in {trace}" in caplog.text
+        assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_steps_behind_the_end_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Profile(config_for(tmp_path, profile_steps=[6, 8]), rank=0, total_steps=5)
+    assert "profile_steps: [6, 8] lies behind the run's last step, 5" in caplog.text
