@@ -8,9 +8,11 @@ import torch
 
 from tests.training.test_checkpoint import starting
 from tests.training.tiny_run import assert_same, config_for
+from vembed.errors import RunError
 from vembed.training import update as module
 from vembed.training.run import LoopState
 from vembed.training.update import FIRST_SCALE, GradientScale, Update
+from vembed.training.watch import Watch
 
 HALF = SimpleNamespace(mixed_precision="fp16", strategy="single")
 
@@ -58,6 +60,24 @@ def test_float16_resumes_with_its_scale_bit_for_bit(tmp_path, monkeypatch, befor
         assert_same(run.whole(), expected)
     assert scales[0] in (FIRST_SCALE, FIRST_SCALE / 2)
     assert len(set(scales)) > 2
+
+
+def test_float16_that_overflows_with_the_lowest_scale_stops_the_run(tmp_path):
+    """Otherwise a model whose weights are broken would leave out every step to the end, each with the same line."""
+    where = SimpleNamespace(where=["train.jsonl:1", "train.jsonl:2"])
+    with starting(tmp_path) as run:
+        scale = GradientScale(value=2.0, is_started=True)
+        update = Update(run.model, run.loss, run.optimizer, HALF, config_for(tmp_path), scale)
+        watch = Watch(config_for(tmp_path))
+        outcomes = []
+        for _ in range(2):
+            run.model(torch.arange(11)).sum().backward()
+            next(one for one in run.model.parameters() if one.grad is not None).grad[0] = torch.inf
+            outcomes.append(update.apply(torch.ones(())))
+    assert [one.is_overflow for one in outcomes] == [True, False] and scale.value == 1.0
+    assert not watch.finite(1, outcomes[0], where, torch.ones(2, 2))
+    with pytest.raises(RunError, match=r"step 2: loss 1.0, gradient norm inf.*use mixed_precision: bf16 instead of"):
+        watch.finite(2, outcomes[1], where, torch.ones(2, 2))
 
 
 def test_other_dtypes_have_no_scale(tmp_path):

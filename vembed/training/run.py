@@ -171,7 +171,7 @@ def run(
     )
     kept = step.frozen if stores else None
     update = Update(model, loss, optimizer, session, config, state.scale)
-    watch, window = Watch(config, session), Window()
+    watch, window = Watch(config), Window()
     earlier = state.seconds
 
     with Metrics(config, session.rank, state.step) as metrics, show_progress(console, total_steps) as progress:

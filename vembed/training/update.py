@@ -32,14 +32,16 @@ class GradientScale:
         if not self.is_started:
             self.value, self.is_started = FIRST_SCALE, True
 
-    def after(self, is_finite: bool) -> None:
-        """Halve it after an overflow, double it after many good steps."""
+    def after(self, is_finite: bool) -> bool:
+        """Halve it after an overflow, double it after many good steps. False where it cannot be halved any more."""
         if not is_finite:
+            was_lowest = self.value == 1.0
             self.value, self.good_steps = max(self.value / 2, 1.0), 0
-            return
+            return not was_lowest
         self.good_steps += 1
         if self.good_steps == GROWTH_STEPS:
             self.value, self.good_steps = self.value * 2, 0
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class Outcome:
     """The global norm before clipping."""
     applied: bool
     """False where a number was not finite and the step was left out."""
+    is_overflow: bool = False
+    """Whether it was left out because float16 overflowed, with a gradient scale that could be halved."""
 
 
 def synchronise(model: nn.Module, loss: EmbeddingLoss, session: Session) -> None:
@@ -100,6 +104,5 @@ class Update:
             self.optimizer.step()
             self.loss.project_parameters()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.scales:
-            self.scale.after(is_finite)
-        return Outcome(loss, norm, is_finite)
+        could_scale = self.scales and self.scale.after(is_finite)
+        return Outcome(loss, norm, is_finite, is_overflow=could_scale and not is_finite and math.isfinite(loss))

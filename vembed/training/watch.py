@@ -11,7 +11,6 @@ from torch import Tensor
 from vembed.config.schema import TrainConfig
 from vembed.data.share import Share
 from vembed.distributed import collectives
-from vembed.distributed.session import Session
 from vembed.errors import RunError
 from vembed.training.update import Outcome
 
@@ -28,11 +27,9 @@ MAX_NAMED = 5
 class Watch:
     """Looks at each step's figures and warns once of each thing."""
 
-    def __init__(self, config: TrainConfig, session: Session) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         self.stops = config.on_nonfinite == "stop"
         self.loss = config.loss
-        self.scales = session.mixed_precision == "fp16"
-        self.session = session
         self.warned: set[str] = set()
         self.lowest = math.inf
         self.highest = -math.inf
@@ -42,7 +39,7 @@ class Watch:
         """Whether the step counted. One that did not stops the run, or is named; the same on every rank."""
         if outcome.applied:
             return True
-        if self.scales and math.isfinite(outcome.loss):
+        if outcome.is_overflow:
             log.info("step %d: float16 overflow, gradient scale halved, step left out", step)
             return False
         mine = [] if bool(torch.isfinite(embeddings).all()) else share.where[:MAX_NAMED]
