@@ -95,6 +95,19 @@ def test_an_evaluation_does_not_use_up_the_time_for_its_checkpoint(monkeypatch):
     assert interrupts.stopped(13, Path("c")).exit_code == 0
 
 
+def test_an_evaluation_after_the_last_step_that_fits_does_not_forget_why_the_run_stops(monkeypatch):
+    """No step fits into what is left, and an evaluation would: it must not take back what has been agreed."""
+    clock = Clock(monkeypatch)
+    interrupts = Interrupts(config_for(Path("unused"), max_train_minutes=100 / 60))
+    interrupts.agree()
+    clock.now = 60.0
+    assert interrupts.agree()  # a step took 60
+    with pytest.raises(EvaluationStopped):
+        for _ in range(8):
+            interrupts.check()
+    assert interrupts.stopped(2, Path("c")).exit_code == 0
+
+
 def test_when_training_is_over_a_signal_is_told_what_is_left(caplog):
     caplog.set_level("INFO", logger="vembed")
     with Interrupts(CONFIG) as interrupts:

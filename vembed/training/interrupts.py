@@ -91,7 +91,10 @@ class Interrupts:
         return Stopped(f"{name}: stopped after step {step:,d}, saved in {checkpoint}; go on with --resume", self.agreed)
 
     def _ask(self, step_seconds: float = 0.0) -> bool:
-        """Whether any rank was signalled, or the time is up, with `step_seconds` before the next chance to stop."""
+        """Whether any rank was signalled, or the time is up, with `step_seconds` before the next chance to stop. What
+        has been agreed once stays, although an evaluation, say, would fit into the time where a step does not."""
+        if self.agreed:
+            return True
         mine = self._number
         if not mine and collectives.rank() == 0 and self._time_is_up(step_seconds):
             mine = _TIME_IS_UP
