@@ -1,5 +1,6 @@
 """One update of the weights: float16's gradient scale, which a resumed run must go on with."""
 
+import math
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from tests.training.tiny_run import assert_same, config_for
 from vembed.errors import RunError
 from vembed.training import update as module
 from vembed.training.run import LoopState
-from vembed.training.update import FIRST_SCALE, GradientScale, Update
+from vembed.training.update import FIRST_SCALE, GradientScale, Outcome, Update
 from vembed.training.watch import Watch
 
 HALF = SimpleNamespace(mixed_precision="fp16", strategy="single")
@@ -64,7 +65,7 @@ def test_float16_resumes_with_its_scale_bit_for_bit(tmp_path, monkeypatch, befor
 
 def test_float16_that_overflows_with_the_lowest_scale_stops_the_run(tmp_path):
     """Otherwise a model whose weights are broken would leave out every step to the end, each with the same line."""
-    where = SimpleNamespace(where=["train.jsonl:1", "train.jsonl:2"])
+    parts = [(SimpleNamespace(where=["train.jsonl:1", "train.jsonl:2"]), torch.tensor(True))]
     with starting(tmp_path) as run:
         scale = GradientScale(value=2.0, is_started=True)
         update = Update(run.model, run.loss, run.optimizer, HALF, config_for(tmp_path), scale)
@@ -75,9 +76,19 @@ def test_float16_that_overflows_with_the_lowest_scale_stops_the_run(tmp_path):
             next(one for one in run.model.parameters() if one.grad is not None).grad[0] = torch.inf
             outcomes.append(update.apply(torch.ones(())))
     assert [one.is_overflow for one in outcomes] == [True, False] and scale.value == 1.0
-    assert not watch.finite(1, outcomes[0], where, torch.ones(2, 2))
+    assert not watch.finite(1, outcomes[0], parts)
     with pytest.raises(RunError, match=r"step 2: loss 1.0, gradient norm inf.*use mixed_precision: bf16 instead of"):
-        watch.finite(2, outcomes[1], where, torch.ones(2, 2))
+        watch.finite(2, outcomes[1], parts)
+
+
+def test_examples_of_each_batch_of_a_step_are_named(tmp_path):
+    """With gradient_accumulation_steps the batch that broke the step need not be its last."""
+    parts = [
+        (SimpleNamespace(where=[f"train.jsonl:{number}"]), torch.tensor(is_finite))
+        for number, is_finite in enumerate([True, False, True], start=1)
+    ]
+    with pytest.raises(RunError, match=r"not finite on rank 0: train\.jsonl:2\. Lower"):
+        Watch(config_for(tmp_path)).finite(7, Outcome(math.nan, math.nan, applied=False), parts)
 
 
 def test_other_dtypes_have_no_scale(tmp_path):

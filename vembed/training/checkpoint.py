@@ -185,6 +185,10 @@ class Checkpointer:
         """Where the checkpoint of a step is, or would be."""
         return self.output / checkpoint_name(step)
 
+    def has_saved(self, step: int) -> bool:
+        """Whether the newest save that went well was of that step; with `async_save`, to be asked after `wait`."""
+        return step == self._saved_step
+
     def verify(self, directory: Path) -> list[str]:
         """What is wrong with a checkpoint, in words; each rank reads its part of the files."""
         world = self.session.world_size

@@ -79,16 +79,15 @@ class Interrupts:
         """From here on a signal has nothing to stop; a second one still ends the process at once."""
         self._is_over = True
 
-    def stopped(self, step: int, checkpoint: Path) -> Stopped:
-        """What to raise when `agree` was true and the checkpoint has been written."""
+    def stopped(self, step: int, checkpoint: Path | None) -> Stopped:
+        """What to raise when `agree` was true and the checkpoint has been written, or could not be (None)."""
+        saved = f"saved in {checkpoint}; go on with --resume"
+        if checkpoint is None:
+            saved = "which could not be saved; --resume goes on with the newest checkpoint, if there is one"
         if self.agreed == _TIME_IS_UP:
-            return Stopped(
-                f"max_train_minutes: the time is up; stopped after step {step:,d}, saved in {checkpoint}; go on with "
-                "--resume",
-                0,
-            )
+            return Stopped(f"max_train_minutes: the time is up; stopped after step {step:,d}, {saved}", 0)
         name = signal.Signals(self.agreed).name
-        return Stopped(f"{name}: stopped after step {step:,d}, saved in {checkpoint}; go on with --resume", self.agreed)
+        return Stopped(f"{name}: stopped after step {step:,d}, {saved}", self.agreed)
 
     def _ask(self, step_seconds: float = 0.0) -> bool:
         """Whether any rank was signalled, or the time is up, with `step_seconds` before the next chance to stop. What

@@ -180,7 +180,8 @@ def run(
             """Save where the run stands; what to raise then."""
             checkpointer.save(asdict(state), model, loss, optimizer, whole_model)
             checkpointer.wait()
-            return interrupts.stopped(state.step, checkpointer.path_of(state.step))
+            is_saved = checkpointer.has_saved(state.step)
+            return interrupts.stopped(state.step, checkpointer.path_of(state.step) if is_saved else None)
 
         def evaluate() -> None:
             """Score the weights as they are now, on all ranks together, and remember whether they are the best."""
@@ -224,6 +225,7 @@ def run(
             window.begin()
             profile.before(state.step + 1)
             loss_share = torch.zeros((), dtype=torch.float64, device=session.device)
+            parts: list[tuple[Share, torch.Tensor]] = []
             with timer("data"):
                 group = group or [next(shares) for _ in range(accumulation)]
             try:
@@ -232,6 +234,7 @@ def run(
                     result = step.accumulate(share, batch, weight=1 / accumulation, last=last, scale=state.scale.value)
                     loss_share += result.loss_share / accumulation
                     window.add(share, result)
+                    parts.append((share, torch.isfinite(result.embeddings).all()))
             except OutOfMemory:
                 step.budget = guard.smaller(step.budget)
                 for module in (model, loss):
@@ -244,7 +247,7 @@ def run(
                 outcome = update.apply(loss_share)
             state.step += 1
             state.seconds = earlier + time.perf_counter() - began
-            if not watch.finite(state.step, outcome, share, result.embeddings):
+            if not watch.finite(state.step, outcome, parts):
                 state.num_skipped += 1
             group = []
             stopping = interrupts.agree(checkpointer.save_seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,19 +36,23 @@ class Watch:
         self.highest = -math.inf
         self.num_seen = 0
 
-    def finite(self, step: int, outcome: Outcome, share: Share, embeddings: Tensor) -> bool:
-        """Whether the step counted. One that did not stops the run, or is named; the same on every rank."""
+    def finite(self, step: int, outcome: Outcome, parts: Sequence[tuple[Share, Tensor]]) -> bool:
+        """Whether the step counted. One that did not stops the run, or is named; the same on every rank. `parts`: this
+        rank's share of each global batch of the step, and whether its embeddings are finite."""
         if outcome.applied:
             return True
         if outcome.is_overflow:
             log.info("step %d: float16 overflow, gradient scale halved, step left out", step)
             return False
-        mine = [] if bool(torch.isfinite(embeddings).all()) else share.where[:MAX_NAMED]
+        broken = [share for share, is_finite in parts if not bool(is_finite)]
+        mine = [where for share in broken for where in share.where][:MAX_NAMED]
         named = collectives.gather_objects_as_json(mine)
         culprits = "; ".join(f"rank {rank}: {', '.join(where)}" for rank, where in enumerate(named) if where)
+        if not culprits:
+            culprits = f"no rank (the gradient overflowed; first examples: {', '.join(parts[0][0].where[:2])})"
         what = (
             f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; embeddings that are not finite on "
-            f"{culprits or 'no rank (the gradient overflowed; first examples: ' + ', '.join(share.where[:2]) + ')'}"
+            f"{culprits}"
         )
         if self.stops:
             raise RunError(
