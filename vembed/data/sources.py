@@ -143,21 +143,6 @@ class ExampleStore:
         """scored: every example has scores."""
         return "scored" if all(one.index.counts.scored == len(one.index) for one in self._sources) else "pairs"
 
-    @property
-    def has_negatives(self) -> bool:
-        """Whether any example brings negatives of its own."""
-        return any(source.index.counts.negatives for source in self._sources)
-
-    @property
-    def has_images(self) -> bool:
-        """Whether any query or document has an image."""
-        return any(source.index.counts.image_queries or source.index.counts.image_documents for source in self._sources)
-
-    @property
-    def has_texts(self) -> bool:
-        """Whether any query or document has a text."""
-        return any(source.index.counts.text_queries or source.index.counts.text_documents for source in self._sources)
-
     def summary(self) -> list[str]:
         """What was read, what was left out and why, and what nobody reads: lines for the log."""
         lines = []
