@@ -81,15 +81,6 @@ def test_global_batch_that_cannot_be_divided_E26() -> None:
         rules.batch_size_per_process(config(global_batch_size=3), 8)
 
 
-def test_matryoshka_sizes_stay_with_their_weights_D24() -> None:
-    unsorted = config(use_mrl=True, mrl_dims=[64, 256, 128], mrl_weights=[1, 2, 3])
-    assert rules.matryoshka_sizes(unsorted, 256) == [(256, 2.0), (128, 3.0), (64, 1.0)]
-    assert rules.matryoshka_sizes(config(use_mrl=True), 384) == [(384, 1.0), (192, 1.0), (96, 1.0)]
-    assert rules.matryoshka_sizes(config(), 384) == [(384, 1.0)]
-    with pytest.raises(UserError, match=r"mrl_dims: 512 is larger than the embedding, which has 384 numbers"):
-        rules.matryoshka_sizes(config(use_mrl=True, mrl_dims=[512]), 384)
-
-
 @pytest.mark.parametrize(
     ("values", "remark"),
     [

@@ -83,6 +83,14 @@ def test_matryoshka_sizes_come_from_the_config_or_the_model() -> None:
         build_loss(config_of(use_mrl=True, mrl_dims=[13]))(batch)
 
 
+def test_each_matryoshka_size_keeps_its_own_weight_in_any_order_D24() -> None:
+    batch = make_batch(6)
+    weights = {4: 1.0, 12: 2.0, 8: 3.0}
+    alone = {dim: build_loss(config_of(use_mrl=True, mrl_dims=[dim]))(batch) for dim in weights}
+    together = build_loss(config_of(use_mrl=True, mrl_dims=list(weights), mrl_weights=list(weights.values())))(batch)
+    assert_close(together, sum(weight * alone[dim] for dim, weight in weights.items()), 1e-14, "loss")
+
+
 def run_benchmark(*options: str) -> str:
     command = [sys.executable, "-m", "benchmarks.loss", *options]
     root = Path(__file__).parents[2]

@@ -49,24 +49,6 @@ def batch_size_per_process(config: TrainConfig, world_size: int) -> int:
     return config.global_batch_size // world_size
 
 
-def matryoshka_sizes(config: TrainConfig, embedding_dim: int) -> list[tuple[int, float]]:
-    """(size, weight) of every Matryoshka dimension, largest first; UserError where one does not fit the embedding."""
-    if not config.use_mrl:
-        return [(embedding_dim, 1.0)]
-    dims = config.mrl_dims
-    if dims is None:
-        dims = [embedding_dim]
-        while dims[-1] % 2 == 0 and dims[-1] // 2 >= 64:
-            dims.append(dims[-1] // 2)
-    largest = max(dims)
-    if largest > embedding_dim:
-        raise UserError(
-            f"mrl_dims: {largest:,d} is larger than the embedding, which has {embedding_dim:,d} numbers: "
-            f"use at most {embedding_dim:,d}"
-        )
-    return sorted(zip(dims, config.mrl_weights or [1.0] * len(dims), strict=True), reverse=True)
-
-
 # ---- rules ---------------------------------------------------------------------------------------------------------
 
 
