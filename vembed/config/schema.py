@@ -283,7 +283,8 @@ class TrainConfig(Frozen):
     """Make input embeddings a unit of their own, trained or frozen, with TRANSFORMER_BASED_WRAP. It has no effect under
     the other policies."""
     fsdp_reshard_after_forward: bool | None = None
-    """FSDP2: free the gathered parameters after the forward pass. Default: from the sharding strategy."""
+    """FSDP2: free the gathered parameters after the forward pass. Default: from the sharding strategy, and in training
+    not before the end of a step where whole parameters take at most a fifth of a process's memory."""
     fsdp_backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | None = None
     """FSDP1 only: when the next unit is gathered in the backward pass. FSDP2 prefetches by itself."""
     fsdp_forward_prefetch: bool | None = None

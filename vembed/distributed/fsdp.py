@@ -158,6 +158,13 @@ def set_keep_gathered(model: nn.Module, on: bool, reshard_after_forward: bool = 
         model.set_reshard_after_backward(not on)
 
 
+def reshard(model: nn.Module) -> None:
+    """FSDP2: free what is still gathered, as units that had no part in a backward pass are."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def forget_forward(model: nn.Module) -> None:
     """Call it after a forward pass with grad whose backward pass will not come.
 

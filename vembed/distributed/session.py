@@ -38,6 +38,8 @@ log = logging.getLogger("vembed")
 
 WHOLE_GRADIENTS_SHARE = 0.2
 """Gradients of the whole model may take this share of a process's memory between the micro-batches of a step."""
+WHOLE_PARAMETERS_SHARE = 0.2
+"""The same for gathered parameters."""
 _CHANGED_VARIABLES = (
     "ACCELERATE_USE_FSDP", "CUBLAS_WORKSPACE_CONFIG", "FSDP_CPU_RAM_EFFICIENT_LOADING", "GLOO_SOCKET_IFNAME",
     "LOCAL_WORLD_SIZE", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_DISTRIBUTED_DEBUG",
@@ -79,6 +81,8 @@ class Session:
         self.reduces_each_micro_batch = False
         """FSDP: reduce gradients after every micro-batch, not once per step, because whole ones would not fit beside
         the rest. The sum is the same."""
+        self.keeps_gathered = False
+        """FSDP2: parameters stay gathered between the micro-batches of a step, as whole ones fit beside the rest."""
         self._place = place
         self._exits = exits
 
@@ -119,6 +123,7 @@ class Session:
         model.train()
         if self.fsdp is not None:
             self._choose_reduction(model)
+            self._choose_gathering(model, self.fsdp)
             return sharding.shard(model, self.accelerator, self.fsdp, layer_classes, one_reads=self._one_reads)
         # evaluation_mode: device and autocast, but no DDP. Its reducer would miss towers whose micro-batch is not the
         # last one; collectives.all_reduce_gradients averages all gradients once per step.
@@ -152,6 +157,22 @@ class Session:
         log.info(
             "gradients: reduced %s (whole ones take %.2fGB on each process, of at most %.2fGB)",
             "after every micro-batch" if self.reduces_each_micro_batch else "once per step", size / GIB, limit / GIB,
+        )  # fmt: skip
+
+    def _choose_gathering(self, model: nn.Module, fsdp: FsdpConfig) -> None:
+        """A step of n micro-batches would otherwise gather every unit 2n times, or 3n times with Gradient Cache."""
+        if fsdp.version == 1 or fsdp.offload or self.world_size == 1:
+            return
+        narrow = self.mixed_precision != "no"
+        size = sum(one.numel() * (2 if narrow else one.element_size()) for one in model.parameters())
+        limit = WHOLE_PARAMETERS_SHARE * memory_of_a_process(self._place, self.device)
+        wants_none = self.config.fsdp_reshard_after_forward is True
+        self.keeps_gathered = size <= limit and not wants_none
+        log.info(
+            "parameters: gathered %s (whole ones take %.2fGB on each process, of at most %.2fGB)",
+            "once per step" if self.keeps_gathered
+            else f"for every micro-batch{', as fsdp_reshard_after_forward: true asks' if wants_none else ''}",
+            size / GIB, limit / GIB,
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Features, Featuriser
 from vembed.distributed import collectives
-from vembed.distributed.fsdp import forget_forward
+from vembed.distributed.fsdp import forget_forward, reshard, set_keep_gathered
 from vembed.distributed.session import Session
 from vembed.models.description import Lane
 
@@ -132,6 +132,8 @@ def _trial(model: nn.Module, featuriser: Featuriser, session: Session, sample: S
     """Whether forward and backward of the longest inputs stay within the share of device memory, on every rank."""
     torch.cuda.reset_peak_memory_stats(session.device)
     fits = True
+    if session.keeps_gathered:
+        set_keep_gathered(model, True)
     for lane in featuriser.description.lanes:
         inputs, _ = _repeat_longest(featuriser, lane, sample, tokens)
         try:
@@ -142,6 +144,9 @@ def _trial(model: nn.Module, featuriser: Featuriser, session: Session, sample: S
         except torch.cuda.OutOfMemoryError:
             fits = False
         forget_forward(model)
+    if session.fsdp is not None and session.keeps_gathered:
+        set_keep_gathered(model, False, session.fsdp.reshard_after_forward)
+        reshard(model)
     model.zero_grad(set_to_none=True)
     total = torch.cuda.get_device_properties(session.device).total_memory
     fits = fits and torch.cuda.max_memory_reserved(session.device) < CUDA_MEMORY_SHARE * total

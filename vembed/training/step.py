@@ -25,7 +25,7 @@ from vembed.data.feeding import Call, Feeder, Inputs, row_index, to_device
 from vembed.data.share import Share
 from vembed.distributed import collectives
 from vembed.distributed.devices import float32_products
-from vembed.distributed.fsdp import set_gradient_sync
+from vembed.distributed.fsdp import reshard, set_gradient_sync, set_keep_gathered
 from vembed.distributed.session import Session
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.models.description import Lane
@@ -129,6 +129,7 @@ class ContrastiveStep:
             missing = {lane: one.missing for lane, one in known.items()}
             tables = self.frozen.features(share.features, known, self._plan(share, missing, agreed.num_tower_calls))
             # Where there is no second phase, there is nothing to keep for it.
+            self._keep_gathered(True)
             keeps_images = not keep and self.images.keeps(agreed.padded_tokens)
             outputs: list[list[Tensor]] = []
             seen: list[list[Tensor]] = []
@@ -284,6 +285,7 @@ class ContrastiveStep:
         for number, call in enumerate(calls):
             is_last = last and number == len(calls) - 1
             set_gradient_sync(self.model, is_last or self.session.reduces_each_micro_batch)
+            self._keep_gathered(not is_last)
             if kept is not None:
                 outputs, kept[number] = kept[number], []
             else:
@@ -296,6 +298,12 @@ class ContrastiveStep:
             ]
             if pairs:
                 torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        if last and self.session.keeps_gathered:
+            reshard(self.model)
+
+    def _keep_gathered(self, on: bool) -> None:
+        if self.session.fsdp is not None and self.session.keeps_gathered:
+            set_keep_gathered(self.model, on, self.session.fsdp.reshard_after_forward)
 
 
 def of_lane(share: Share, lane: Lane) -> list[int]:

@@ -1,0 +1,62 @@
+"""Under FSDP2 parameters are gathered once per step, not for every micro-batch, and no digit changes by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+import vembed
+from tests.harness import run_ranks
+from tests.training.test_run import metrics, settings
+from vembed.training.update import Update
+
+STEPS = 3
+
+
+def train(options: dict[str, Any]) -> dict[str, Any]:
+    """One run on every rank: gathers, forwards and what is still gathered when the optimizer steps; and the losses."""
+    gathers: list[int] = []
+    left: list[bool] = []
+    original, apply = _fsdp_param_group.foreach_all_gather, Update.apply
+
+    def gather(*args: Any, **more: Any) -> Any:
+        gathers.append(1)
+        return original(*args, **more)
+
+    def update(self: Update, *args: Any) -> Any:
+        units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        left.extend(unit._get_fsdp_state()._fsdp_param_group.is_unsharded for unit in units)  # type: ignore[union-attr]
+        return apply(self, *args)
+
+    _fsdp_param_group.foreach_all_gather, Update.apply = gather, update  # type: ignore[method-assign]
+    try:
+        vembed.train(options)
+    finally:
+        _fsdp_param_group.foreach_all_gather, Update.apply = original, apply  # type: ignore[method-assign]
+    return {
+        "gathers": len(gathers) / STEPS,
+        "left": any(left),
+        "losses": metrics(options["output_dir"]),
+        "norms": metrics(options["output_dir"], "grad_norm"),
+    }
+
+
+@pytest.mark.parametrize("more", [{"use_gradient_cache": True}, {"use_gradient_cache": False}, {"use_lora": True}])
+def test_gathered_once_per_step(more: dict[str, Any], tmp_path: Path) -> None:
+    runs = {}
+    for once in (True, False):
+        folder = tmp_path / str(once)
+        folder.mkdir()
+        options = settings(
+            folder, use_fsdp=True, batch_size=8, max_steps=STEPS, micro_batch_tokens=60, val_data_path=None,
+            lora_dropout=0.0, eval_before=False, **more, **({} if once else {"fsdp_reshard_after_forward": True}),
+        )  # fmt: skip
+        runs[once], _ = run_ranks(train, 2, options, process_group=False)
+    assert runs[True]["gathers"] < runs[False]["gathers"] / 3
+    assert not runs[True]["left"] and not runs[False]["left"]
+    for key in ("losses", "norms"):
+        assert runs[True][key] == pytest.approx(runs[False][key], rel=1e-6)
