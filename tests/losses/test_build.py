@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.losses.batches import assert_close, check, config_of, make_batch
+from vembed.config.schema import TrainConfig
 from vembed.losses.build import build_loss
 
 
@@ -42,6 +45,17 @@ def test_temperature_is_fixed_unless_it_is_to_be_learned() -> None:
         ("temperature", pytest.approx(0.05))
     ]
     assert learned.scale_and_bias() == (pytest.approx(20.0), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_said"), [({}, True), ({"temperature": 0.05}, False), ({"learn_temperature": True}, False)]
+)
+def test_a_temperature_that_is_not_the_models_is_said(
+    options: dict[str, Any], is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="vembed")
+    build_loss(TrainConfig(model_name="", data_path="", **options), start_scale=100.0)
+    assert ("this model was trained with 0.01: temperature=0.01 keeps that" in caplog.text) is is_said
 
 
 def test_temperature_starts_from_the_model_and_stays_in_its_range() -> None:

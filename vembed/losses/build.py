@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from vembed.config.schema import TrainConfig
@@ -10,6 +11,8 @@ from vembed.losses.infonce import InfoNCE
 from vembed.losses.scored import CoSENT, CosineRegression
 from vembed.losses.sigmoid import SigmoidLoss
 from vembed.losses.triplet import Triplet
+
+log = logging.getLogger("vembed")
 
 
 def build_loss(
@@ -28,6 +31,13 @@ def build_loss(
     dims = tuple(config.mrl_dims or mrl_dims) if config.use_mrl else ()
     if config.use_mrl and not dims:
         raise ValueError("use_mrl without mrl_dims: pass the model's sizes")
+    is_fixed = config.loss == "infonce" and not config.learn_temperature
+    if start_scale is not None and is_fixed and "temperature" not in config.model_fields_set:
+        log.info(
+            "temperature: %g (the default), and this model was trained with %.3g: temperature=%.3g keeps that, and "
+            "learn_temperature: true goes on learning it from there",
+            config.temperature, 1 / start_scale, 1 / start_scale,
+        )  # fmt: skip
     match config.loss:
         case "infonce":
             return InfoNCE(config, dims, start_scale)
