@@ -3,6 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Without warnings: an editable install finds it noteworthy that a checkout has a folder of the package's name.
+INSTALL := PYTHONWARNINGS=ignore $(BIN)/pip install -q
 ROUNDS ?= 50
 export HF_HUB_DISABLE_TELEMETRY = 1
 
@@ -40,21 +42,21 @@ clean:
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --upgrade pip
+	$(INSTALL) --upgrade pip
 
 # torch first and by its exact version: a bare `torch` would bring gigabytes of CUDA to a machine without a GPU.
 $(VENV)/.torch: constraints.txt | $(BIN)/pip
-	$(BIN)/pip install -q torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(INSTALL) torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	touch $@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch
-	$(BIN)/pip install -q -c constraints.txt -e ".[demo]"
+	$(INSTALL) -c constraints.txt -e ".[demo]"
 	touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
-	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	$(INSTALL) -c constraints.txt -e ".[dev]"
 	touch $@
 
 $(VENV)/.docs: pyproject.toml $(VENV)/.torch
-	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	$(INSTALL) -c constraints.txt -e ".[docs]"
 	touch $@

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+
+# Before torch is imported: workers with several threads each wait for each other, a hundred times as long as they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_sessionstart() -> None:
