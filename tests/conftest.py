@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-# Before torch is imported: workers with several threads each wait for each other, a hundred times as long as they compute.
+# Before torch is imported: processes with more threads than there are cores wait much longer than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
