@@ -15,6 +15,8 @@ from vembed.tools.demo_data import Pair, standard_library_pairs
 
 SEED = 42
 MRL_DIMS = (384, 256, 128, 64)
+NUM_HARD = 64
+"""Pairs at the end whose functions are hard negatives of the others; none is a pair's own, which vembed would mask."""
 Row = dict[str, str | list[str]]
 
 
@@ -76,7 +78,8 @@ def rows_of(case: Case, steps: int, *, skip: int = 0) -> list[Row]:
     """The rows of so many batches in the order in which they are trained; `skip` batches come before them."""
     pairs = shuffled_pairs()
     draw = random.Random(SEED)
-    hard = [pair.positive for pair in pairs[:64]]
+    trained = {text for pair in pairs[:-NUM_HARD] for text in (pair.query, pair.positive)}
+    hard = [pair.positive for pair in pairs[-NUM_HARD:] if pair.positive not in trained]
     rows: list[Row] = []
     for number in range(skip * case.batch_size, max((skip + steps) * case.batch_size, case.num_rows)):
         pair = pairs[number % len(pairs)]
