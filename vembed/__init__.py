@@ -13,6 +13,7 @@ __all__ = [
     "fsdp_empty_cache",
     "fsdp_print_memory_usage",
     "load_config",
+    "merge",
     "train",
     "unify_model_dtype_for_fsdp",
 ]
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.embedder import Embedder
     from vembed.evaluation.run import evaluate
     from vembed.training.run import train
+    from vembed.weights.merge import merge
 
 _HOME = {
     "Embedder": "vembed.evaluation.embedder",
@@ -33,6 +35,7 @@ _HOME = {
     "fsdp_empty_cache": "vembed.distributed.memory",
     "fsdp_print_memory_usage": "vembed.distributed.memory",
     "load_config": "vembed.config.loading",
+    "merge": "vembed.weights.merge",
     "train": "vembed.training.run",
     "unify_model_dtype_for_fsdp": "vembed.distributed.fsdp",
 }

@@ -236,6 +236,53 @@ def export(
 
 
 @app.command()
+def merge(
+    ctx: typer.Context,
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL ...", help="Folders, Hub names, adapters, checkpoints or runs.")
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", help="A new folder.")],
+    method: Annotated[str, typer.Option(help="mean, weighted, slerp, task_arithmetic, ties, dare or soup.")] = "mean",
+    weights: Annotated[str, typer.Option(help="One number for each model, as 0.7,0.3.")] = "",
+    base: Annotated[str | None, typer.Option(help="What differences are taken from. Default: what all share.")] = None,
+    of: Annotated[str, typer.Option(help="slerp: of the weights or of the differences from the base.")] = "auto",
+    density: Annotated[float, typer.Option(min=0.0, max=1.0, help="ties, dare: the share that is kept.")] = 0.2,
+    scale: Annotated[float, typer.Option(help="task_arithmetic, ties, dare: factor of the difference.")] = 1.0,
+    interpolate: Annotated[float, typer.Option(help="1: the merged model; 0: back at the base.")] = 1.0,
+    last: Annotated[int | None, typer.Option(min=1, help="Of a run: its last so many checkpoints.")] = None,
+    sweep: Annotated[str, typer.Option(help="Evaluate a line of weights, as 0,0.25,0.5,0.75,1; keep the best.")] = "",
+    data: Annotated[str | None, typer.Option(help="Evaluation data, for soup and --sweep.")] = None,
+    metric: Annotated[str, typer.Option(help="What decides. Default: nDCG@10 or Spearman.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    seed: Annotated[int, typer.Option(help="dare: what its draws depend on.")] = 42,
+    nproc: Nproc = 1,
+) -> None:
+    """Merge models of one architecture into one: means, slerp, task arithmetic, TIES, DARE, greedy soups."""
+
+    def call() -> int | None:
+        options: dict[str, Any] = {
+            "method": _word(
+                "--method", method, ("mean", "weighted", "slerp", "task_arithmetic", "ties", "dare", "soup")
+            ),
+            "weights": _floats("--weights", weights) or None,
+            "of": _word("--of", of, ("auto", "weights", "differences")),
+            "sweep_points": _floats("--sweep", sweep) or None,
+            "dtype": _word("--dtype", dtype, ("auto", "float32", "bfloat16", "float16")),
+        }
+        if (code := _share(ctx, nproc)) is not None:
+            return code
+        from vembed.tools.merge import run_merge
+
+        run_merge(
+            models, output, base=base, density=density, scale=scale, interpolate=interpolate, last=last,
+            data=data, metric=metric, seed=seed, **options,
+        )  # fmt: skip
+        return 0
+
+    _end(call)
+
+
+@app.command()
 def init(
     family: Annotated[str, typer.Option(help="Kind of model: text_encoder, text_decoder, clip, ...")] = "text_encoder",
     data: Annotated[str, typer.Option(help="Training data; its first records are looked at.")] = "train.jsonl",
@@ -368,6 +415,13 @@ def _numbers(flag: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise UserError(f"{flag} {text}: give whole numbers, as 256,128") from None
+
+
+def _floats(flag: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise UserError(f"{flag} {text}: give numbers, as 0.7,0.3") from None
 
 
 def _word(flag: str, word: str, words: Sequence[str]) -> Any:

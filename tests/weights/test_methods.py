@@ -1,0 +1,103 @@
+"""Merging arithmetic against numpy in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from vembed.weights import methods
+from vembed.weights.methods import Recipe, merged_pieces
+
+SIZE = 1000
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(methods, "PIECE", 64)
+
+
+@pytest.fixture(scope="module")
+def values():
+    draw = np.random.default_rng(0)
+    base = draw.normal(size=SIZE).astype(np.float32)
+    models = [(base + 0.1 * draw.normal(size=SIZE)).astype(np.float32) for _ in range(3)]
+    return base.astype(np.float64), [one.astype(np.float64) for one in models]
+
+
+def reader(array):
+    return lambda start, stop: torch.from_numpy(array[start:stop].copy())
+
+
+def merged(values, method, weights=(1.0, 1.0, 1.0), **options):
+    base, models = values
+    recipe = Recipe(method, weights, **options)
+    pieces = merged_pieces(recipe, "w", SIZE, [reader(one) for one in models[: len(weights)]], reader(base))
+    return torch.cat(list(pieces)).numpy()
+
+
+def slerp(first, second, share):
+    cosine = first @ second / np.linalg.norm(first) / np.linalg.norm(second)
+    angle = np.arccos(cosine)
+    return (np.sin((1 - share) * angle) * first + np.sin(share * angle) * second) / np.sin(angle)
+
+
+def close(found, expected, summed):
+    assert np.abs(found - expected).max() <= 1e-12 * np.abs(summed).max()
+
+
+def test_mean_and_weighted(values):
+    _, models = values
+    close(merged(values, "mean"), np.mean(models, axis=0), models)
+    weights = (3.0, 1.0, 2.0)
+    close(merged(values, "weighted", weights), np.average(models, axis=0, weights=weights), models)
+
+
+def test_slerp_of_two_and_three(values):
+    base, (a, b, c) = values
+    close(merged(values, "slerp", (0.7, 0.3)), slerp(a, b, 0.3), [a, b])
+    close(merged(values, "slerp"), slerp(slerp(a, b, 1 / 2), c, 1 / 3), [a, b, c])
+    expected = base + slerp(slerp(a - base, b - base, 1 / 2), c - base, 1 / 3)
+    close(merged(values, "slerp", of_differences=True), expected, [a, b, c])
+
+
+def test_slerp_of_equal_tensors_and_of_zeros_is_a_line(values):
+    _, (a, _, _) = values
+    close(merged((a, [a, a.copy()]), "slerp", (1.0, 1.0)), a, a)
+    zeros = np.zeros(SIZE)
+    close(merged((zeros, [zeros, a]), "slerp", (1.0, 1.0)), a / 2, a)
+
+
+def test_task_arithmetic_and_interpolation(values):
+    base, (a, b, c) = values
+    expected = base + 0.5 * ((a - base) - 2 * (b - base) + (c - base))
+    close(merged(values, "task_arithmetic", (1.0, -2.0, 1.0), scale=0.5), expected, [a, b, c])
+    close(merged(values, "mean", interpolate=0.7), base + 0.7 * (np.mean([a, b, c], axis=0) - base), [a, b, c])
+
+
+@pytest.mark.parametrize("density", [0.1, 0.2, 1.0])
+def test_ties(values, density):
+    base, models = values
+    trimmed = []
+    for model in models:
+        change = model - base
+        size = np.abs(change).astype(np.float32)
+        trimmed.append(np.where(size >= np.sort(size)[-round(density * SIZE)], change, 0))
+    weights = (1.0, 2.0, 0.5)
+    total = sum(weight * one for weight, one in zip(weights, trimmed, strict=True))
+    agrees = [(np.sign(one) == np.sign(total)) & (one != 0) for one in trimmed]
+    above = sum(weight * one * kept for weight, one, kept in zip(weights, trimmed, agrees, strict=True))
+    below = sum(weight * kept for weight, kept in zip(weights, agrees, strict=True))
+    expected = base + 1.5 * np.divide(above, below, out=np.zeros(SIZE), where=below != 0)
+    close(merged(values, "ties", weights, density=density, scale=1.5), expected, models)
+
+
+def test_dare_keeps_a_share_and_scales_it_up(values):
+    base, models = values
+    kept = merged(values, "dare", (1.0,), density=0.25) - base
+    change = models[0] - base
+    is_kept = np.abs(kept) > 1e-12
+    assert 0.2 < is_kept.mean() < 0.3
+    np.testing.assert_allclose(kept[is_kept], change[is_kept] / 0.25, rtol=1e-9)
+    again = merged(values, "dare", (1.0,), density=0.25) - base
+    other = merged(values, "dare", (1.0,), density=0.25, seed=1) - base
+    assert (again == kept).all()
+    assert (other != kept).any()

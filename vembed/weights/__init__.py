@@ -1,0 +1,1 @@
+"""Weights of finished models: merged, edited and inspected, shard by shard."""

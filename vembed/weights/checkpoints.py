@@ -1,0 +1,84 @@
+"""Model folders made from checkpoints of a run and from adapters, so that they can be merged like any other model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from vembed.config.schema import TrainConfig
+from vembed.distributed.fsdp import full_state_dict
+from vembed.errors import UserError
+from vembed.losses.build import build_loss
+from vembed.models.embedder import build_model, load_embedder
+from vembed.models.families import describe
+from vembed.models.files import save_model
+from vembed.models.precision import saved_dtype
+from vembed.models.sources import read_model
+from vembed.training import integrity
+from vembed.training.checkpoint import read_state
+from vembed.training.state import quieten_torch, restore
+from vembed.training.storage import CheckpointReader
+
+log = logging.getLogger("vembed")
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint of a run."""
+    return (folder / integrity.STATE).is_file() and (folder / integrity.MANIFEST).is_file()
+
+
+def last_checkpoints(run: Path, count: int) -> list[Path]:
+    """Return the last `count` checkpoints of a run, oldest first."""
+    found = [path for _, path in integrity.list_checkpoints(run)]
+    if len(found) < count:
+        raise UserError(
+            f"{run} has {len(found)} checkpoints, and the last {count} are asked for: set save_steps and "
+            "save_total_limit so that the run keeps more of them"
+        )
+    return found[-count:]
+
+
+def whole_model(name: str, folder: Path) -> Path | None:
+    """Write a checkpoint or an adapter to `folder` as a model with whole weights; None where `name` is one already."""
+    path = Path(name).expanduser()
+    if is_checkpoint(path):
+        return _from_checkpoint(path, folder)
+    files = read_model(name)
+    if files.adapter is None:
+        return None
+    embedder = load_embedder(name)
+    return save_model(folder, embedder.description, embedder.backbone, embedder.head, embedder.state_dict())
+
+
+def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
+    problems = integrity.verify(checkpoint)
+    if problems:
+        raise UserError(f"{checkpoint} is damaged ({problems[0]}); leave it out")
+    saved = read_state(checkpoint)
+    config = TrainConfig(**saved["config"])
+    description = describe(config)
+    embedder = build_model(config, description)
+    scale, bias = embedder.initial_scale_and_bias() or (None, None)
+    loss = build_loss(config, mrl_dims=description.mrl_dims, start_scale=scale, start_bias=bias)
+    reader = CheckpointReader(checkpoint)
+    entries = reader.read_metadata().state_dict_metadata
+    shapes = {key: list(one.size) for key, one in entries.items() if isinstance(one, TensorStorageMetadata)}
+    quieten_torch()
+
+    def fill(tensors: dict[str, Any]) -> None:
+        load(tensors, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
+
+    restore(embedder, loss, None, shapes, fill)
+    weights = full_state_dict(embedder)
+    learned = loss.scale_and_bias()
+    if learned is not None:
+        embedder.write_scale_and_bias(*learned, weights)
+    log.info("%s: step %d", checkpoint, saved["loop"]["step"])
+    return save_model(
+        folder, description, embedder.backbone, embedder.head, weights, dtype=saved_dtype(config, description)
+    )

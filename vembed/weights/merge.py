@@ -1,0 +1,212 @@
+"""merge(): several models, adapters or checkpoints in, one model folder out."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from vembed.distributed import collectives
+from vembed.distributed.session import Session
+from vembed.errors import UserError
+from vembed.models.layout import write_json
+from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_model
+from vembed.weights.merging import Merge
+from vembed.weights.methods import METHODS, OF_DIFFERENCES, Method, Recipe
+from vembed.weights.sources import default_base, open_source
+from vembed.weights.trials import Judge, Trial, at_point, greedy_soup, sweep
+
+log = logging.getLogger("vembed")
+
+MergeMethod = Literal[Method, "soup"]
+Of = Literal["auto", "weights", "differences"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """What a merge left."""
+
+    model_dir: Path
+    recipe: Recipe
+    models: tuple[str, ...]
+    """Those that are in it."""
+    score: float | None = None
+    """On the evaluation data, where some were given."""
+    trials: tuple[Trial, ...] = field(default=())
+    """The points of a sweep."""
+
+
+def merge(
+    models: str | Path | Sequence[str | Path],
+    output: str | Path,
+    method: MergeMethod = "mean",
+    *,
+    weights: Sequence[float] | None = None,
+    base: str | Path | None = None,
+    of: Of = "auto",
+    density: float = 0.2,
+    scale: float = 1.0,
+    interpolate: float = 1.0,
+    last: int | None = None,
+    sweep_points: Sequence[float] | None = None,
+    data: str | Path | None = None,
+    metric: str = "auto",
+    dtype: Dtype = "auto",
+    seed: int = 42,
+    session: Session | None = None,
+) -> MergeResult:
+    """Merge models into the new folder `output`, one piece of one tensor at a time.
+
+    `models`: folders, Hub names, adapters, checkpoints, or runs of which the `last` k checkpoints are taken. `method`:
+    mean, weighted, slerp, task_arithmetic, ties, dare, or soup (the mean of those members that make it better on
+    `data`). `base`: what differences are taken from, by default the model that all were tuned from. `interpolate`:
+    how far from the base (0) to the merged model (1). `sweep_points`: evaluate the line of two models, or of a base and
+    one model, at these places, draw it, and write the best. `session`: of the processes that call this together.
+    """
+    given = [str(one) for one in ([models] if isinstance(models, str | Path) else models)]
+    target = Path(output)
+    names = _expanded(given, last)
+    _check(names, target, method, weights, sweep_points, None if data is None else str(data), interpolate)
+    recipe = Recipe(
+        method="mean" if method == "soup" else method,
+        weights=tuple(weights) if weights is not None else (1.0,) * len(names),
+        density=density,
+        scale=scale,
+        interpolate=interpolate,
+        of_differences=method == "slerp" and (of == "differences" or (of == "auto" and base is not None)),
+        seed=seed,
+    )
+    stored = None if dtype == "auto" else getattr(torch, dtype)
+    is_main = session is None or session.is_main
+    judge = Judge(str(data), metric, session) if data is not None else None
+    with _scratch(target, is_main=is_main) as scratch:
+        folders = {name: scratch / f"model-{place}" for place, name in enumerate(names)}
+        if is_main:
+            made = {name: whole_model(name, folder) for name, folder in folders.items()}
+        collectives.barrier()
+        if not is_main:
+            made = {name: folder if folder.is_dir() else None for name, folder in folders.items()}
+        sources = [open_source(name, made[name]) for name in names]
+        wants_base = recipe.needs_base or (sweep_points is not None and len(names) == 1)
+        base_name = (str(base) if base is not None else default_base(sources)) if wants_base else None
+        if wants_base and base_name is None:
+            raise UserError(f"{method} needs the model that the others were tuned from: give it as base (--base)")
+        if wants_base and base is None:
+            log.info("base: %s (the model that all were tuned from)", base_name)
+        below = open_source(base_name) if base_name is not None else None
+        fitting = Merge(sources, below)
+
+        def write(chosen: Sequence[int], recipe: Recipe, folder: Path) -> None:
+            part = fitting if list(chosen) == list(range(len(sources))) else fitting.of(chosen)
+            part.write(recipe, folder, dtype=stored)
+
+        chosen, score, trials = list(range(len(names))), None, []
+        if method == "soup":
+            assert judge is not None
+            members = [one.folder for one in sources]
+            chosen, score = greedy_soup(judge, members, write, scratch / "candidate")
+            recipe = Recipe("mean", (1.0,) * len(chosen))
+        elif sweep_points is not None:
+            assert judge is not None
+            trials = sweep(judge, recipe, sweep_points, write, scratch / "candidate")
+            best = max(range(len(trials)), key=lambda place: trials[place].score)
+            recipe, score = at_point(recipe, trials[best].at), trials[best].score
+        if is_main:
+            write(chosen, recipe, target)
+            if trials:
+                assert judge is not None
+                _draw(target, trials, judge.metric, names, base_name)
+        collectives.barrier()
+    if judge is not None and score is None:
+        score = judge.score(target)
+    return MergeResult(target, recipe, tuple(names[place] for place in chosen), score, tuple(trials))
+
+
+def _expanded(names: Sequence[str], last: int | None) -> list[str]:
+    """Return the models with each run replaced by its last checkpoints."""
+    found: list[str] = []
+    for name in names:
+        path = Path(name).expanduser()
+        is_run = path.is_dir() and not is_checkpoint(path) and (path / "config.yaml").is_file()
+        if last is not None and is_run:
+            found += [str(one) for one in last_checkpoints(path, last)]
+        elif is_run and (path / "final").is_dir():
+            found.append(str(path / "final"))
+        else:
+            found.append(name)
+    if last is not None and len(found) == len(names) and last != 1:
+        raise UserError(f"last: {last} asks for checkpoints of a run, and {names[0]} is no run's output folder")
+    return found
+
+
+def _check(
+    names: Sequence[str],
+    target: Path,
+    method: str,
+    weights: Sequence[float] | None,
+    points: Sequence[float] | None,
+    data: str | None,
+    interpolate: float,
+) -> None:
+    if target.exists():
+        raise UserError(f"{target} exists already; give a new folder")
+    if method not in get_args(MergeMethod) and method not in (*METHODS, "soup"):
+        raise UserError(f"method: {method} is not one of {', '.join((*METHODS, 'soup'))}")
+    if weights is not None and len(weights) != len(names):
+        raise UserError(f"{len(weights)} weights are given for {len(names)} models; give one for each")
+    if method == "weighted" and weights is None:
+        raise UserError("method: weighted needs weights, one for each model; without them it is the mean")
+    if weights is not None and method in ("mean", "soup"):
+        raise UserError(f"method: {method} has no weights; use method: weighted")
+    if method in ("weighted", "slerp") and weights is not None and (sum(weights) <= 0 or min(weights) < 0):
+        raise UserError(f"weights of {method} are shares: give numbers of at least 0, and not only zeros")
+    if (method == "soup" or points is not None) and data is None:
+        raise UserError(f"{'a soup' if method == 'soup' else 'a sweep'} chooses by evaluation data: give data (--data)")
+    if points is not None and len(names) > 2:
+        raise UserError(f"a sweep is a line between two models, or between a base and one; {len(names)} are given")
+    if points is not None and method not in ("mean", "weighted", "slerp"):
+        raise UserError(f"a sweep is along mean, weighted or slerp, and method is {method}")
+    alone = len(names) == 1 and interpolate == 1.0 and points is None and method not in OF_DIFFERENCES
+    if alone:
+        raise UserError(f"{names[0]} alone is nothing to merge: give more models, or a base and interpolate")
+
+
+@contextmanager
+def _scratch(target: Path, *, is_main: bool) -> Iterator[Path]:
+    """A folder beside the target for models that are made on the way; of the same name on all ranks."""
+    folder = target.absolute().with_name(f".{target.name}.merging")
+    if is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    collectives.barrier()
+    try:
+        yield folder
+    finally:
+        if is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _draw(target: Path, trials: Sequence[Trial], metric: str, names: Sequence[str], base: str | None) -> None:
+    from vembed.evaluation.record import metric_name  # late: matplotlib takes a second
+    from vembed.weights.drawing import draw_line
+
+    ends = (names[0], names[1]) if len(names) == 2 else (base or "base", names[0])
+    scores = [one.score for one in trials]
+    draw_line(
+        target / "sweep",
+        [one.at for one in trials],
+        scores,
+        x_label=f"0: {Path(ends[0]).name}    1: {Path(ends[1]).name}",
+        y_label=metric_name(metric),
+        best=max(range(len(scores)), key=scores.__getitem__),
+    )
+    write_json(
+        target / "sweep.json", {"metric": metric, "from": ends[0], "to": ends[1], "points": list(map(asdict, trials))}
+    )

@@ -1,0 +1,190 @@
+"""Arithmetic of merging: how the values of one tensor in several models become one, in pieces and in float64."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+Method = Literal["mean", "weighted", "slerp", "task_arithmetic", "ties", "dare"]
+METHODS: tuple[Method, ...] = get_args(Method)
+OF_DIFFERENCES: tuple[Method, ...] = ("task_arithmetic", "ties", "dare")
+"""Methods that are defined on differences from a base model."""
+PIECE = 2**20
+"""Elements that are computed at once. `dare` draws by piece: another number would draw other elements."""
+_BINS = 2**16
+_PARALLEL = 1e-12
+"""Below this sine of the angle between two tensors, slerp is a straight line."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How models are merged."""
+
+    method: Method
+    weights: tuple[float, ...]
+    """One for each model."""
+    density: float = 0.2
+    """ties: share of each difference that is kept, the largest; dare: share that is kept, by chance."""
+    scale: float = 1.0
+    """task_arithmetic, ties, dare: factor of the merged difference."""
+    interpolate: float = 1.0
+    """1: the merged model; 0: the base."""
+    of_differences: bool = False
+    """slerp: of the differences from the base instead of the weights."""
+    seed: int = 42
+    """dare: what the draws depend on, besides the tensor's name and the model's place."""
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether a base model takes part."""
+        return self.method in OF_DIFFERENCES or self.of_differences or self.interpolate != 1.0
+
+
+class Read(Protocol):
+    """Values of one tensor."""
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """Return a range of the flattened tensor in float64."""
+        ...
+
+
+def merged_pieces(recipe: Recipe, name: str, size: int, models: Sequence[Read], base: Read | None) -> Iterator[Tensor]:
+    """Yield the merged tensor's values in float64, piece by piece. `base`: needed where `recipe.needs_base`."""
+    coefficients = list(recipe.weights)
+    thresholds = [0.0] * len(models)
+    if recipe.method == "mean":
+        coefficients = [1 / len(models)] * len(models)
+    elif recipe.method == "weighted":
+        coefficients = [weight / sum(recipe.weights) for weight in recipe.weights]
+    elif recipe.method == "slerp":
+        coefficients = slerp_coefficients(_gram(recipe, size, models, base), recipe.weights)
+    elif recipe.method == "ties":
+        assert base is not None
+        thresholds = [_threshold(_differences(read, base), size, recipe.density) for read in models]
+    for start in range(0, size, PIECE):
+        stop = min(start + PIECE, size)
+        below = base(start, stop) if base is not None and recipe.needs_base else None
+        if recipe.method in OF_DIFFERENCES or recipe.of_differences:
+            assert below is not None
+            # One after the other, so that only one model's values are in memory beside the sum.
+            if recipe.method == "ties":
+                change = _ties([_less(read(start, stop), below) for read in models], recipe.weights, thresholds)
+            else:
+                change = torch.zeros(stop - start, dtype=torch.float64)
+                for place, (read, factor) in enumerate(zip(models, coefficients, strict=True)):
+                    part = _less(read(start, stop), below)
+                    if recipe.method == "dare":
+                        part *= _drawn(recipe, name, place, start, stop - start)
+                    change.add_(part, alpha=factor)
+            merged = below + recipe.scale * change
+        else:
+            merged = torch.zeros(stop - start, dtype=torch.float64)
+            for read, factor in zip(models, coefficients, strict=True):
+                merged.add_(read(start, stop), alpha=factor)
+        if recipe.interpolate != 1.0:
+            assert below is not None
+            merged = below + recipe.interpolate * (merged - below)
+        yield merged
+
+
+def slerp_coefficients(gram: Tensor, weights: Sequence[float]) -> list[float]:
+    """Return the coefficients of spherical interpolation, one model joined after the other.
+
+    `gram` [n, n]: scalar products of the models' tensors. Two models of weights w: the point at w2 / (w1 + w2) of the
+    arc from the first to the second.
+    """
+    coefficients = torch.zeros(len(weights), dtype=torch.float64)
+    coefficients[0] = 1.0
+    total = weights[0]
+    for place in range(1, len(weights)):
+        total += weights[place]
+        share = weights[place] / total
+        norm = math.sqrt(max(float(coefficients @ gram @ coefficients), 0.0))
+        other = math.sqrt(max(float(gram[place, place]), 0.0))
+        first, second = 1 - share, share
+        if norm > 0 and other > 0:
+            cosine = float(coefficients @ gram[:, place]) / (norm * other)
+            angle = math.acos(min(max(cosine, -1.0), 1.0))
+            if math.sin(angle) > _PARALLEL:
+                first, second = (math.sin(part * angle) / math.sin(angle) for part in (first, second))
+        coefficients *= first
+        coefficients[place] = second
+    return [float(one) for one in coefficients]
+
+
+def _gram(recipe: Recipe, size: int, models: Sequence[Read], base: Read | None) -> Tensor:
+    products = torch.zeros(len(models), len(models), dtype=torch.float64)
+    for start in range(0, size, PIECE):
+        stop = min(start + PIECE, size)
+        values = [read(start, stop) for read in models]
+        if recipe.of_differences:
+            assert base is not None
+            below = base(start, stop)
+            values = [_less(one, below) for one in values]
+        stacked = torch.stack(values)
+        products += stacked @ stacked.T
+    return products
+
+
+def _less(values: Tensor, base: Tensor) -> Tensor:
+    return values.sub_(base)
+
+
+def _differences(read: Read, base: Read) -> Read:
+    def magnitudes(start: int, stop: int) -> Tensor:
+        return _less(read(start, stop), base(start, stop)).abs_()
+
+    return magnitudes
+
+
+def _threshold(magnitudes: Read, size: int, density: float) -> float:
+    """Return the magnitude, rounded to float32, that the share `density` of the elements reach, without sorting them.
+
+    The bits of non-negative float32 numbers are ordered as the numbers are: the first pass counts by the upper 16 bits,
+    the second by the lower 16 bits of those elements whose upper bits are the threshold's.
+    """
+    wanted = max(round(density * size), 1)
+    upper = 0
+    for level in range(2):
+        counts = torch.zeros(_BINS, dtype=torch.int64)
+        for start in range(0, size, PIECE):
+            bits = magnitudes(start, min(start + PIECE, size)).float().view(torch.int32)
+            keys = bits >> 16 if level == 0 else (bits & (_BINS - 1))[(bits >> 16) == upper]
+            counts += torch.bincount(keys, minlength=_BINS)
+        at_least = counts.flip(0).cumsum(0).flip(0)
+        found = int((at_least >= wanted).sum()) - 1
+        if level == 0:
+            upper = found
+            wanted -= int(at_least[found + 1]) if found + 1 < _BINS else 0
+    bits_of_threshold = torch.tensor([(upper << 16) + found], dtype=torch.int32)
+    return float(bits_of_threshold.view(torch.float32))
+
+
+def _ties(differences: list[Tensor], weights: Sequence[float], thresholds: Sequence[float]) -> Tensor:
+    """Trim each difference to its largest elements, elect a sign for each element, average those that have it."""
+    for one, threshold in zip(differences, thresholds, strict=True):
+        one.mul_(one.abs().float() >= threshold)
+    total = torch.zeros_like(differences[0])
+    for one, weight in zip(differences, weights, strict=True):
+        total.add_(one, alpha=weight)
+    sign = total.sign()
+    kept, weight_kept = torch.zeros_like(total), torch.zeros_like(total)
+    for one, weight in zip(differences, weights, strict=True):
+        agrees = (one.sign() == sign) & (one != 0)
+        kept.add_(one * agrees, alpha=weight)
+        weight_kept.add_(agrees, alpha=weight)
+    return torch.where(weight_kept != 0, kept / weight_kept, 0.0)
+
+
+def _drawn(recipe: Recipe, name: str, place: int, start: int, count: int) -> Tensor:
+    """Return 1 / density where an element is kept and 0 elsewhere, the same for every order of tensors and files."""
+    text = f"{recipe.seed}/{name}/{place}/{start}".encode()
+    number = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+    kept = torch.rand(count, generator=torch.Generator().manual_seed(number)) < recipe.density
+    return kept.double() / recipe.density
