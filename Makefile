@@ -8,7 +8,11 @@ INSTALL := PYTHONWARNINGS=ignore $(BIN)/pip install -q
 ROUNDS ?= 50
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: demo test lint docs bench-quick chaos train-free-fsdp train-baseline-fsdp clean
+# Arithmetic differs between processors, so these tests also run with the instructions of older ones.
+NUMERICAL := tests/losses tests/models/test_packing.py tests/models/test_cpu_kernels.py \
+    tests/parity/test_parity.py tests/parity/test_families_parity.py
+
+.PHONY: demo test test-processors lint docs bench-quick chaos train-free-fsdp train-baseline-fsdp clean
 
 demo: $(VENV)/.demo                       ## train the embedded model on the embedded data, offline
 	HF_HUB_OFFLINE=1 $(BIN)/vembed demo
@@ -16,6 +20,12 @@ demo: $(VENV)/.demo                       ## train the embedded model on the emb
 test: $(VENV)/.dev                        ## lint, types and all tests
 	$(MAKE) --no-print-directory lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-processors: $(VENV)/.dev             ## numerical tests as on processors without AVX-512 and without AVX
+	for set in "ATEN_CPU_CAPABILITY=default" "ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2"; do \
+	    env $$set HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile -k "not ddp and not fsdp" $(NUMERICAL) \
+	        || exit 1; \
+	done
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

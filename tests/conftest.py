@@ -5,8 +5,18 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+from hypothesis import settings
+
 # Before torch is imported: processes with more threads than there are cores wait much longer than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let hypothesis draw the same examples on every machine, unless a seed or a longer search asks for others."""
+    searches = config.getoption("--hypothesis-seed") is not None or "VEMBED_FUZZ" in os.environ
+    settings.register_profile("vembed", derandomize=not searches, database=None, deadline=None)
+    settings.load_profile("vembed")
 
 
 def pytest_sessionstart() -> None:

@@ -1,14 +1,10 @@
-"""Nothing that these tests cache goes to the user's own folder, and hypothesis writes nothing beside the sources."""
+"""Nothing that these tests cache goes to the user's own folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-
-settings.register_profile("data", database=None, deadline=None)
-settings.load_profile("data")
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,6 @@ def share(percent: int) -> settings:
     """So many of all inputs."""
     return settings(
         max_examples=max(1, NUM_INPUTS * percent // 100),
-        deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
     )
 

@@ -38,7 +38,7 @@ def plain_top_k(queries, documents, k, excluded):
 small = st.integers(-2, 2)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_top_k_is_exact_and_breaks_ties_by_index(data):
     # Whole numbers make many exactly equal scores; tiles of 3 x 4 make many borders.

@@ -73,12 +73,44 @@ def gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
 
 
-def assert_close(found: Tensor, wanted: Tensor, tolerance: float, what: str) -> None:
-    """Relative to the largest element of what is wanted; to 1 where that is smaller than 1e-3."""
+def assert_close(found: Tensor, wanted: Tensor, tolerance: float, what: str, terms: float = 0.0) -> None:
+    """Relative to the largest element of what is wanted, or to the size of the summed `terms` where that is larger.
+
+    Terms that cancel leave their rounding errors: a gradient that is zero is found as some 1e-16 of its terms.
+    """
     found, wanted = found.detach(), wanted.detach().to(torch.float64)
-    size = float(wanted.abs().max()) if wanted.numel() else 0.0
+    largest = float(wanted.abs().max()) if wanted.numel() else 0.0
     error = float((found.to(torch.float64) - wanted).abs().max()) if wanted.numel() else 0.0
-    assert error <= tolerance * max(size, 1e-3), f"{what}: off by {error:.3g} of {size:.3g}"
+    assert error <= tolerance * max(largest, terms), f"{what}: off by {error:.3g} of {largest:.3g}, terms {terms:.3g}"
+
+
+def term_sizes(batch: LossBatch, config: TrainConfig, loss: EmbeddingLoss) -> dict[str, float]:
+    """Return the size of one row's terms in the loss ("loss") and in each gradient ("embeddings", names of parameters).
+
+    Every score enters the loss as scale * score, the positive's and the candidates' with opposite signs. The derivative
+    of a dot product is the other vector; that of a cosine is at most one over the embedding's norm.
+    """
+    parameters = {name: float(one.detach()) for name, one in loss.named_parameters()}
+    scale, bias = loss.scale_and_bias() or (1.0 / config.temperature, -10.0)
+    if config.loss in ("cosine", "triplet"):
+        scale = 1.0
+    rows = 1 if config.loss == "cosent" else max(1, batch.num_rows)  # cosent is one softmax over all pairs
+    sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
+    dims = list(config.mrl_dims or []) if config.use_mrl else [batch.embeddings.shape[1]]
+    for dim, weight in zip(dims, (config.mrl_weights if config.use_mrl else None) or [1.0] * len(dims), strict=True):
+        norms = batch.embeddings.detach().double()[:, :dim].norm(dim=1)
+        norms = norms[norms > 0]
+        score, slope = 1.0, float(1 / norms.min())
+        if config.similarity == "dot":
+            score, slope = float(norms.max()) ** 2, float(norms.max())
+        sizes["loss"] += weight * scale * score
+        sizes["embeddings"] += weight * scale * slope / rows
+        for name in parameters:
+            by_scale = {"temperature": scale**2 * score, "log_scale": scale * score, "bias": 1.0}
+            sizes[name] += weight * by_scale[name]
+    if config.loss == "sigmoid":
+        sizes["loss"] += abs(bias)
+    return sizes
 
 
 def check(batch: LossBatch, config: TrainConfig, loss: EmbeddingLoss | None = None, tolerance: float = 1e-12) -> None:
@@ -93,9 +125,10 @@ def check(batch: LossBatch, config: TrainConfig, loss: EmbeddingLoss | None = No
     found = loss(batch)
     exact = replace(batch, embeddings=batch.embeddings.detach().double().requires_grad_())
     wanted = reference_loss(exact, config, scale=scale, bias=-10.0 if bias is None else bias)
-    assert_close(found, wanted, tolerance, "loss")
+    terms = term_sizes(batch, config, loss)
+    assert_close(found, wanted, tolerance, "loss", terms["loss"])
     names = ["embeddings", *parameters]
     got = gradients(found, batch.embeddings, *parameters.values())
     want = gradients(wanted, exact.embeddings, *parameters.values())
     for name, g, w in zip(names, got, want, strict=True):
-        assert_close(g, w, tolerance, f"gradient of {name}")
+        assert_close(g, w, tolerance, f"gradient of {name}", terms[name])

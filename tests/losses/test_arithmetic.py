@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.losses.batches import assert_close, check, config_of, gradients, make_batch
+from tests.losses.batches import assert_close, check, config_of, gradients, make_batch, term_sizes
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
 from vembed.losses.infonce import InfoNCE
@@ -117,15 +117,18 @@ def test_what_is_not_a_number_shows() -> None:
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_autograd_contract(options: dict[str, object]) -> None:
     batch = make_batch(7, max_positives=2)
-    loss = build_loss(config_of(**options)).double()
+    config = config_of(**options)
+    loss = build_loss(config).double()
     inputs = [batch.embeddings, *loss.parameters()]
+    terms = term_sizes(batch, config, loss)
+    names = ["embeddings", *(name for name, _ in loss.named_parameters())]
     value = loss(batch)
     first = torch.autograd.grad(value, inputs, retain_graph=True)
     again = torch.autograd.grad(value, inputs)
     tripled = torch.autograd.grad(loss(batch) * 3.0, inputs)
-    for one, two, three in zip(first, again, tripled, strict=True):
+    for name, one, two, three in zip(names, first, again, tripled, strict=True):
         assert torch.equal(one, two)
-        assert_close(three, 3.0 * one, 1e-14, "a multiple of the loss")
+        assert_close(three, 3.0 * one, 1e-14, f"gradient of {name} of three times the loss", 3.0 * terms[name])
     with torch.no_grad():
         assert torch.equal(loss(batch), value)
     fixed = replace(batch, embeddings=batch.embeddings.detach())

@@ -50,7 +50,7 @@ def test_each_option_equals_the_reference(options: dict[str, object], num_conten
         check(make_batch(9, max_positives=max_positives, num_contents=num_contents), config_of(loss=loss, **options))
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(
     options=st.fixed_dictionaries(
         {

@@ -28,7 +28,7 @@ def test_equals_the_reference(options: dict[str, object], num_contents: int | No
         check(batch, config_of(loss=loss, **options))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     loss=st.sampled_from(["cosent", "cosine", "triplet"]),
     num_examples=st.integers(1, 12),

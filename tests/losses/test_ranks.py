@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.losses.batches import assert_close, check, config_of, gradients, make_batch
+from tests.losses.batches import assert_close, check, config_of, gradients, make_batch, term_sizes
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
 
@@ -47,15 +47,18 @@ def shares(batch: LossBatch, cuts: list[int]) -> list[LossBatch]:
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_shares_add_up(options: dict[str, object], cuts: list[int]) -> None:
     batch = make_batch(10, max_positives=2, num_contents=40)
-    loss = build_loss(config_of(**options)).double()
+    config = config_of(**options)
+    loss = build_loss(config).double()
     inputs = [batch.embeddings, *loss.parameters()]
+    terms = term_sizes(batch, config, loss)
+    names = ["embeddings", *(name for name, _ in loss.named_parameters())]
     whole = loss(batch)
     wanted = gradients(whole, *inputs)
     found = [loss(part) for part in shares(batch, cuts)]
-    assert_close(torch.stack(found).sum(), whole, 1e-12, "loss")
+    assert_close(torch.stack(found).sum(), whole, 1e-12, "loss", terms["loss"])
     by_rank = zip(*(gradients(share, *inputs) for share in found), strict=True)
-    for number, (parts, want) in enumerate(zip(by_rank, wanted, strict=True)):
-        assert_close(torch.stack(parts).sum(0), want, 1e-12, f"gradient {number}")
+    for name, parts, want in zip(names, by_rank, wanted, strict=True):
+        assert_close(torch.stack(parts).sum(0), want, 1e-12, f"gradient of {name}", terms[name])
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)

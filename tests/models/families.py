@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from tests import tiny
@@ -121,3 +121,8 @@ def loss_of(outputs: Sequence[Tensor]) -> Tensor:
         weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).reshape(output.shape)
         total = total + (output * weights).sum()
     return total
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients by name."""
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}

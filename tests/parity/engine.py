@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from tests.losses.reference import reference_loss
+from tests.measure import gradient_errors
 from tests.tiny import shared, texts, tiny_bert
 from vembed.config.schema import TrainConfig
 from vembed.data import microbatches
@@ -238,13 +239,8 @@ def loss_gradients(loss: nn.Module) -> dict[str, Tensor]:
 
 
 def worst_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[str, float]:
-    """The parameter whose gradient is farthest off, relative to its own norm or a millionth of the whole norm."""
+    """Return the parameter whose gradient is farthest off, and how far, as `tests.measure` measures it."""
     assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-    names = [name for name in wanted if name != "loss"]
-    whole = torch.stack([wanted[name].norm() for name in names]).norm()
-    assert whole > 1e-4, "the reference has no gradient worth comparing"
-    errors = {
-        name: float((found[name] - wanted[name]).norm() / max(wanted[name].norm(), 1e-6 * whole)) for name in names
-    }
+    errors = gradient_errors(*({name: one for name, one in of.items() if name != "loss"} for of in (found, wanted)))
     name = max(errors, key=errors.__getitem__)
     return name, errors[name]

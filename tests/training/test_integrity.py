@@ -38,7 +38,7 @@ def damage(folder, name, kind, position):
 FILES = ["a.safetensors", "state.json", "model/config.json", integrity.MANIFEST]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     name=st.sampled_from(FILES),
     kind=st.sampled_from(["delete", "truncate", "flip", "append"]),

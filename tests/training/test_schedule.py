@@ -32,7 +32,7 @@ def test_cosine_is_half_way_down_in_the_middle():
     assert lr_factor(9, 10, 0, "cosine") == pytest.approx(0.5 * (1 + math.cos(0.9 * math.pi)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(total=st.integers(1, 500), warmup=st.integers(0, 600), kind=st.sampled_from(["linear", "cosine", "constant"]))
 def test_no_step_is_wasted_and_the_peak_is_reached(total, warmup, kind):
     factors = [lr_factor(step, total, warmup, kind) for step in range(total)]
