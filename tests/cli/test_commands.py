@@ -12,7 +12,9 @@ from tests.cli.conftest import Command
 from tests.tiny import shared, tiny_bert
 from vembed.config.loading import load_config
 from vembed.config.options import all_options
+from vembed.errors import UserError
 from vembed.tools.init import FAMILIES
+from vembed.training.run import train
 
 ROOT = Path(__file__).parents[2]
 
@@ -181,6 +183,24 @@ def test_a_stage_needs_the_one_before_it_C20(vembed: Command) -> None:
     assert (
         "model_name: output/one/final  # cfg.yaml, result of one" in vembed("config", "cfg.yaml", "--stage", "two").out
     )
+
+
+def test_a_stage_that_is_moved_says_where_it_starts_from(vembed: Command) -> None:
+    Path("cfg.yaml").write_text(
+        "model_name: m\ndata_path: d\ntraining_stages:\n  one: {epochs: 1}\n  two: {epochs: 2}\n"
+    )
+    said = vembed("train", "cfg.yaml", "--stage", "two", "output_dir=new", "--dry-run").out
+    assert "note: output_dir: new (command line) is this stage's folder alone: it starts from output/one/final " in said
+    assert "model_name=FOLDER/final starts from another run of that stage" in said
+    for words in (("--stage", "two"), ("--stage", "one", "output_dir=new"), ("--stage", "two", "model_name=m")):
+        assert "folder alone" not in vembed("train", "cfg.yaml", *words, "--dry-run").out
+
+
+def test_a_stage_needs_the_one_before_it_in_python_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    stages = {"model_name": "m", "data_path": "d", "training_stages": {"one": {"epochs": 1}, "two": {"epochs": 2}}}
+    with pytest.raises(UserError, match=r"output/one/final \(the config, result of one\) is not there: train that sta"):
+        train(stages, ["stage=two"])
 
 
 def test_the_entry_point_works_as_a_file_of_a_checkout_D04(process: Command, tmp_path: Path) -> None:

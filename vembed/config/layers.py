@@ -18,6 +18,8 @@ from vembed.errors import UserError
 COMMAND_LINE = "command line"
 LAUNCHER = "accelerate launch"
 STAGES = "training_stages"
+RESULT_OF = ", result of "
+"""Between a file and a stage, in the origin of a model_name that is the result of that stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +221,7 @@ def _stage_layers(name: str, keys: dict[str, Node], stages: Node, stage: str | N
     if earlier:
         before = _layer(name, blocks[earlier[-1]].value)
         folder = before.given["output_dir"].value if "output_dir" in before.given else f"{root}/{earlier[-1]}"
-        where = f"{name}, result of {earlier[-1]}"
+        where = f"{name}{RESULT_OF}{earlier[-1]}"
         implied.given["model_name"] = Given("model_name", f"{folder}/final", "model_name", where)
     return [base, implied, own]
 

@@ -12,7 +12,16 @@ import yaml
 
 from vembed.config import rules
 from vembed.config.accelerate_file import preset_names
-from vembed.config.layers import COMMAND_LINE, LAUNCHER, Given, Layer, command_line_layer, launcher_layer, source_layers
+from vembed.config.layers import (
+    COMMAND_LINE,
+    LAUNCHER,
+    RESULT_OF,
+    Given,
+    Layer,
+    command_line_layer,
+    launcher_layer,
+    source_layers,
+)
 from vembed.config.options import all_options, shown
 from vembed.config.parsing import CoreDumper
 from vembed.config.schema import DataSource, TrainConfig
@@ -77,6 +86,7 @@ def resolve_config(
     notes: list[str] = []
     given = _merge(layers, notes)
     _imply(given, problems)
+    notes += _moved_stage(given)
     if isinstance(source, str | Path):
         _beside_the_file(given, Path(source), notes)
     refused = set().union(*(layer.refused for layer in layers))
@@ -98,6 +108,16 @@ def resolve_config(
     }
     translated = tuple(line for layer in layers for line in layer.translated)
     return ResolvedConfig(config, origins, translated, (*notes, *rules.remarks(config)))
+
+
+def require_earlier_stage(resolved: ResolvedConfig) -> None:
+    """Raise UserError where a stage starts from an earlier one's result that is not there.
+
+    Otherwise the folder would be asked for on the Hub.
+    """
+    origin, folder = resolved.origins["model_name"], resolved.config.model_name
+    if RESULT_OF in origin and not Path(folder).is_dir():
+        raise UserError(f"{folder} ({origin}) is not there: train that stage first, or give this one a model_name")
 
 
 def render(config: TrainConfig, origins: Mapping[str, str] | None = None) -> str:
@@ -180,6 +200,17 @@ def _imply(given: dict[str, Given], problems: list[str]) -> None:
         else:
             where = f"{batch.where}, {batch.value} over {parts.value} accumulated batches"
             given["global_batch_size"] = Given("global_batch_size", batch.value // parts.value, batch.key, where)
+
+
+def _moved_stage(given: Mapping[str, Given]) -> list[str]:
+    """Return a note where the command line moves a stage's folder, and the folder of the stage before stays."""
+    model, folder = given.get("model_name"), given.get("output_dir")
+    if model is None or RESULT_OF not in model.where or folder is None or folder.where != COMMAND_LINE:
+        return []
+    return [
+        f"output_dir: {folder.value} ({COMMAND_LINE}) is this stage's folder alone: it starts from {model.value} "
+        f"({model.where}); model_name=FOLDER/final starts from another run of that stage"
+    ]
 
 
 def _beside_the_file(given: dict[str, Given], file: Path, notes: list[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from vembed.config.accelerate_file import AccelerateFile, read_accelerate_file
 from vembed.config.arguments import TrainArguments
 from vembed.config.fsdp import chosen_strategy, resolve_fsdp, resolve_gradient_checkpointing
-from vembed.config.loading import ResolvedConfig, render, resolve_config
+from vembed.config.loading import ResolvedConfig, render, require_earlier_stage, resolve_config
 from vembed.config.rules import batch_size_per_process
 from vembed.config.schema import TrainConfig
 from vembed.distributed.environment import GROUP, Place, read_place
@@ -59,7 +59,7 @@ def run_train(arguments: TrainArguments, env: Mapping[str, str] = os.environ, *,
     if arguments.is_dry_run:
         sys.stdout.write(describe_run(resolved, plan, arguments, env))
         return 0
-    _check_start(config, resolved)
+    require_earlier_stage(resolved)
     if place is not None or plan.world_size == 1:
         os.environ.update(plan.changes or {})
         return _train_here(resolved)
@@ -184,15 +184,6 @@ def _among_machines(plan: LaunchPlan, arguments: TrainArguments, file: Accelerat
     if rank is not None and rank >= plan.num_machines:
         raise UserError(f"--machine-rank {rank} must be below num_machines: {plan.num_machines}; machines count from 0")
     return replace(plan, machine_rank=rank or 0, main_process_ip=ip, main_process_port=port)
-
-
-def _check_start(config: TrainConfig, resolved: ResolvedConfig) -> None:
-    """A stage that starts from another one's result needs that result; a Hub name would be asked for instead."""
-    origin = resolved.origins["model_name"]
-    if ", result of " in origin and not Path(config.model_name).is_dir():
-        raise UserError(
-            f"{config.model_name} ({origin}) is not there: train that stage first, or give this one a model_name"
-        )
 
 
 def _train_here(resolved: ResolvedConfig) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from vembed.config.loading import ResolvedConfig, Source, resolve_config, save_config
+from vembed.config.loading import ResolvedConfig, Source, require_earlier_stage, resolve_config, save_config
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
 from vembed.data.share import Share, ShareStream
@@ -102,6 +102,7 @@ def train(config: Source | ResolvedConfig, overrides: Sequence[str] = ()) -> Tra
     """Train as the config says (a path, a dict or a TrainConfig) and return where the model is and what it scores."""
     resolved = resolve_config(config, overrides)
     settings = resolved.config
+    require_earlier_stage(resolved)
     make_output_folder(settings)
     with (
         run_logging(settings, rank=int(os.environ.get("RANK", "0"))) as console,
