@@ -28,6 +28,9 @@ WORDS_ARE_OURS = {"ignore_unknown_options": True, "allow_extra_args": True, "hel
 
 Words = Annotated[list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")]
 Nproc = Annotated[int, typer.Option("--nproc", min=1, help="Processes on this machine that share the work.")]
+Shards = Annotated[
+    str, typer.Option("--strategy", help="ddp: a copy of the model per process; fsdp: a shard, for large ones; auto.")
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the model brings along.")
 ]
@@ -91,6 +94,7 @@ def eval(
     ] = None,
     torch_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
+    strategy: Shards = "ddp",
     nproc: Nproc = 1,
 ) -> None:
     """Score a model: nDCG, MRR, Recall and MAP over the whole corpus, or correlations for scored pairs."""
@@ -103,6 +107,7 @@ def eval(
             "column_mapping": _option("column_mapping", column_mapping) if column_mapping else None,
             "on_bad_record": _word("--on-bad-record", on_bad_record, ("stop", "skip")),
             "torch_dtype": _option("torch_dtype", torch_dtype),
+            "strategy": _word("--strategy", strategy, ("auto", "ddp", "fsdp")),
         }
         if (code := _share(ctx, nproc)) is not None:
             return code
@@ -135,12 +140,17 @@ def encode(
     input_format: Annotated[str, typer.Option(help="auto, jsonl or text.")] = "auto",
     truncate_dim: Annotated[int | None, typer.Option(min=1, help="Keep only the first so many numbers.")] = None,
     normalize: Annotated[bool | None, typer.Option(help="Vectors of length 1. Default: as the model says.")] = None,
+    layers: Annotated[
+        str, typer.Option(help="Hidden states instead of embeddings: all, or layers as 0,6,12 (0: the embeddings).")
+    ] = "",
+    pooling: Annotated[str, typer.Option(help="--layers: cls, mean, last, ... Default: the model's own.")] = "",
     image_root: Annotated[str | None, typer.Option(help="Where relative image paths start, and must stay.")] = None,
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Padded tokens that go through the model at once.")
     ] = None,
     torch_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
+    strategy: Shards = "ddp",
     nproc: Nproc = 1,
 ) -> None:
     """Turn a file of texts or records into embeddings, in the order of the file."""
@@ -149,7 +159,12 @@ def encode(
         options: dict[str, Any] = {
             "kind": _word("--kind", kind, ("query", "document")),
             "input_format": _word("--input-format", input_format, ("auto", "jsonl", "text")),
+            "layers": "all" if layers == "all" else _numbers("--layers", layers.strip("[]")) or None,
+            "pooling": _word("--pooling", pooling, ("cls", "mean", "last", "weighted_mean", "max"))
+            if pooling
+            else None,
             "torch_dtype": _option("torch_dtype", torch_dtype),
+            "strategy": _word("--strategy", strategy, ("auto", "ddp", "fsdp")),
         }
         if (code := _share(ctx, nproc)) is not None:
             return code
@@ -167,6 +182,37 @@ def encode(
             trust_remote_code=trust_remote_code,
             **options,
         )
+        return 0
+
+    _end(call)
+
+
+@app.command()
+def score(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(help="A model folder or a Hub name.")],
+    pairs: Annotated[str, typer.Argument(help="A file of pairs, as training reads it.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="NAME.npy or NAME.jsonl; - is standard output.")] = "-",
+    column_mapping: Annotated[str, typer.Option(help="As the option of that name: {question: query}.")] = "",
+    image_root: Annotated[str | None, typer.Option(help="Where relative image paths start, and must stay.")] = None,
+    torch_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    strategy: Shards = "ddp",
+    nproc: Nproc = 1,
+) -> None:
+    """Similarities of given pairs, in the order of the file: of each query with its positives, then its negatives."""
+
+    def call() -> int | None:
+        options: dict[str, Any] = {
+            "column_mapping": _option("column_mapping", column_mapping) if column_mapping else None,
+            "torch_dtype": _option("torch_dtype", torch_dtype),
+            "strategy": _word("--strategy", strategy, ("auto", "ddp", "fsdp")),
+        }
+        if (code := _share(ctx, nproc)) is not None:
+            return code
+        from vembed.tools.score import run_score
+
+        run_score(model, pairs, output, image_root=image_root, trust_remote_code=trust_remote_code, **options)
         return 0
 
     _end(call)

@@ -10,13 +10,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 
 from vembed.data.examples import ImageRef, Item, Kind
 from vembed.data.features import Featuriser
+from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.encoding import default_budget, encode_items, first_dims
 from vembed.evaluation.progress import ProgressReport
+from vembed.models.description import Pooling
 from vembed.models.embedder import load_embedder
+from vembed.models.hidden_states import HiddenStates
 
 Input = str | Image.Image | Mapping[str, Any] | Item
 """A text, an image, {"text": ..., "image": path or image or a list of them}, or an Item."""
@@ -39,14 +43,30 @@ class Embedder:
         torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         truncate_dim: int | None = None,
         trust_remote_code: bool = False,
+        session: Session | None = None,
     ) -> None:
         """`device`: by default the GPU if there is one. `torch_dtype: auto` is the dtype of the file. `truncate_dim`
-        keeps the first coordinates of every embedding."""
+        keeps the first coordinates of every embedding. `session`: of processes that use this Embedder together; all of
+        them make each call, with the same inputs, share the work and get the same result. Where its strategy is fsdp,
+        each holds a shard of the model."""
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.model = load_embedder(
-            path_or_name, device=chosen, torch_dtype=torch_dtype, trust_remote_code=trust_remote_code
+        if session is not None:
+            chosen = session.device
+        model = load_embedder(
+            path_or_name,
+            device=chosen if session is None else session.model_device,
+            computes_on=chosen,
+            meta=session is not None and session.builds_empty,
+            torch_dtype=torch_dtype,
+            trust_remote_code=trust_remote_code,
         )
-        self.description = self.model.description
+        self.description = model.description
+        self.backbone = model.backbone
+        self.session = session
+        self.model: nn.Module = model
+        """Maps inputs to embeddings; with shards, what the session made of it."""
+        if session is not None and session.fsdp is not None:
+            self.model = session.prepare(model, model.description.layer_classes).eval()
         self.featuriser = Featuriser(self.description)
         self.device = chosen
         self.truncate_dim = self._checked(truncate_dim) or self.description.truncate_dim
@@ -81,11 +101,52 @@ class Embedder:
                 kind,
                 budget_tokens=default_budget(self.device),
                 max_rows=batch_size,
+                session=self.session,
                 normalize=False,
                 progress=progress,
             )
         vectors = self.finish(full, self._checked(truncate_dim) or self.truncate_dim, normalize)
         return vectors[0] if single else vectors
+
+    def score(self, pairs: Sequence[tuple[Input, Input]], *, batch_size: int | None = None) -> np.ndarray:
+        """[n] float32 similarities of given (query, document) pairs, in their order, as the model was trained: cosine
+        or dot product. Equal inputs are encoded once."""
+        first = self.encode([one for one, _ in pairs], "query", batch_size=batch_size, normalize=False)
+        second = self.encode([other for _, other in pairs], "document", batch_size=batch_size, normalize=False)
+        return pair_similarities(first, second, normalize=self.description.similarity == "cosine")
+
+    def hidden_states(
+        self,
+        inputs: Input | Sequence[Input],
+        layers: Literal["all"] | Sequence[int] = "all",
+        kind: Kind = "document",
+        *,
+        pooling: Pooling | None = None,
+        batch_size: int | None = None,
+        budget_tokens: int | None = None,
+    ) -> np.ndarray:
+        """[n, layers, width] float32: what each layer of the text tower hands on, pooled to one vector per text, in the
+        order of the inputs.
+
+        Layer 0 is what goes into the first transformer layer, layer k what the k-th one gives, before any last norm;
+        -1 is the last. `pooling`: by default the model's own.
+        """
+        given: Sequence[Input] = [inputs] if isinstance(inputs, str | Image.Image | Mapping | Item) else inputs
+        states = HiddenStates(self.model, self.backbone, self.description, layers, pooling)
+        items = [to_item(one) for one in given]
+        if any(item.images for item in items):
+            raise UserError("hidden states are of texts; an input has an image")
+        flat = encode_items(
+            states,
+            self.featuriser,
+            items,
+            kind,
+            budget_tokens=budget_tokens or default_budget(self.device),
+            max_rows=batch_size,
+            session=self.session,
+            normalize=False,
+        )
+        return flat.reshape(len(items), len(states.layers), states.width) if items else states.none()
 
     def finish(self, full_ND: np.ndarray, truncate_dim: int | None, normalize: bool | None) -> np.ndarray:
         """From the model's own vectors to what `encode` returns."""
@@ -110,6 +171,13 @@ class Embedder:
                 f"{self.description.embedding_dim} dimensions"
             )
         return truncate_dim
+
+
+def pair_similarities(first_ND: np.ndarray, second_ND: np.ndarray, *, normalize: bool) -> np.ndarray:
+    """[n] scalar products of rows that belong together; of unit vectors where `normalize`."""
+    first, second = (first_dims(one, one.shape[1], normalize) for one in (first_ND, second_ND))
+    found: np.ndarray = np.einsum("nd,nd->n", first, second)
+    return found
 
 
 def to_item(given: Input) -> Item:

@@ -66,9 +66,10 @@ def evaluate(
     if not isinstance(model, Embedder):
         model = Embedder(
             model,
-            device=session.device if session else device,
+            device=device,
             torch_dtype=torch_dtype,
             trust_remote_code=trust_remote_code,
+            session=session,
         )
     return evaluate_model(model.model, model.featuriser, data, config, session, dims=dims, show_progress=show_progress)
 

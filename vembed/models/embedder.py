@@ -191,10 +191,13 @@ def load_embedder(
     directory: str | Path,
     *,
     device: torch.device | str = "cpu",
+    computes_on: torch.device | None = None,
+    meta: bool = False,
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     trust_remote_code: bool = False,
 ) -> EmbeddingModel:
-    """A saved model, ready for use: in evaluation mode, nothing trainable, by default in the dtype of its file."""
+    """A saved model, ready for use: in evaluation mode, nothing trainable, by default in the dtype of its file.
+    `computes_on` and `meta`: as in `build_model`, for a model that will be sharded."""
     config = TrainConfig(
         model_name=str(directory),
         data_path=[],
@@ -202,5 +205,5 @@ def load_embedder(
         pure_dtype=True,
         trust_remote_code=trust_remote_code,
     )
-    model = build_model(config, describe(config), device=device)
+    model = build_model(config, describe(config), device=device, computes_on=computes_on, meta=meta)
     return model.eval().requires_grad_(False)

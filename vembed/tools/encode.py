@@ -6,12 +6,13 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+import numpy as np
 from rich.console import Console
 
 from vembed.config.schema import TrainConfig
@@ -23,8 +24,9 @@ from vembed.distributed.session import Session, start_session
 from vembed.errors import UserError
 from vembed.evaluation.dataset import titled_text
 from vembed.evaluation.embedder import Embedder
-from vembed.evaluation.encoding import encode_items
+from vembed.evaluation.encoding import Progress, encode_items
 from vembed.evaluation.progress import ProgressReport, duration
+from vembed.models.description import Pooling
 from vembed.tools.table_rows import is_table, num_rows, table_rows
 from vembed.tools.vector_files import check_target, vector_writer
 
@@ -58,37 +60,47 @@ def run_encode(
     *,
     truncate_dim: int | None = None,
     normalize: bool | None = None,
+    layers: Literal["all"] | Sequence[int] | None = None,
+    pooling: Pooling | None = None,
     column: str | None = None,
     input_format: Format = "auto",
     batch_tokens: int | None = None,
     image_root: str | None = None,
+    strategy: Literal["auto", "ddp", "fsdp"] = "ddp",
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     trust_remote_code: bool = False,
 ) -> Encoded:
     """Encode every line of `input` (`-` is standard input) into `output` (.npy or .parquet).
 
-    Runs on as many processes as were started: the first one reads and writes, all encode. Vectors have length 1 where
-    the model says so, also after `truncate_dim`; `normalize` decides otherwise.
+    Runs on as many processes as were started: the first one reads and writes, all encode; with `strategy: fsdp` each
+    holds a shard of the model. Vectors have length 1 where the model says so, also after `truncate_dim`; `normalize`
+    decides otherwise. `layers`: hidden states of these layers, pooled by `pooling`, instead of embeddings.
     """
     target = check_target(output)
+    if layers is not None and (target.suffix != ".npy" or truncate_dim is not None or normalize is not None):
+        raise UserError("hidden states (--layers) are written as they are, to a .npy file")
+    if pooling is not None and layers is None:
+        raise UserError("--pooling is for hidden states (--layers); embeddings are pooled as the model says")
     console = Console(stderr=True)
-    config = TrainConfig(model_name=model, data_path=[], strategy="ddp")  # a whole model on each process
+    config = session_config(model, strategy, trust_remote_code=trust_remote_code)
     with start_session(config) as session:
         rows_of = Path(input) if input_format == "auto" and input != "-" and is_table(Path(input)) else None
         lines = _Lines(input, session, rows_of, (*ID_COLUMNS, *([column] if column else ITEM_COLUMNS)))
         embedder = Embedder(
             model,
-            device=session.device,
             torch_dtype=torch_dtype,
             truncate_dim=truncate_dim,
             trust_remote_code=trust_remote_code,
+            session=session,
         )
-        unit = embedder.description.normalize if normalize is None else normalize
         parser = _Parser(input, column, "jsonl" if rows_of else input_format, image_root, of_rows=rows_of is not None)
-        num_dims = embedder.truncate_dim or embedder.description.embedding_dim
+        work: _Work = _Embeddings(embedder, kind, batch_tokens, normalize)
+        if layers is not None:
+            work = _Layers(embedder, kind, batch_tokens, layers, pooling)
+            lines.chunk = max(CHUNK_LINES // (10 * work.shape[0]), 1)
         began = time.monotonic()
         with (
-            vector_writer(target, num_dims, active=session.is_main) as writer,
+            vector_writer(target, work.shape, active=session.is_main) as writer,
             ProgressReport("encoding", active=session.is_main, console=console) as progress,
         ):
             done = 0
@@ -98,28 +110,91 @@ def run_encode(
                 def report(part: int, _: int, before: int = done) -> None:
                     progress(before + part, lines.total)
 
-                embeddings = encode_items(
-                    embedder.model,
-                    embedder.featuriser,
-                    [item for item, _ in records],
-                    kind,
-                    budget_tokens=batch_tokens,
-                    session=session,
-                    normalize=unit,
-                    truncate_dim=embedder.truncate_dim,
-                    progress=report,
-                )
-                writer.write(embeddings, [identity for _, identity in records])
+                writer.write(work([item for item, _ in records], report), [identity for _, identity in records])
                 done += len(chunk)
         seconds = time.monotonic() - began
-        result = Encoded(target, done, num_dims, seconds)
+        result = Encoded(target, done, work.shape[-1], seconds)
         if session.is_main:
             console.print(
-                f"{target}: {result.num_rows:,d} x {result.num_dims:,d} float32, in {duration(seconds)} "
+                f"{target}: {' x '.join(f'{size:,d}' for size in (done, *work.shape))} float32, in {duration(seconds)} "
                 f"({done / max(seconds, 1e-9):,.0f}/s)",
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
     return result
+
+
+def session_config(model: str, strategy: Literal["auto", "ddp", "fsdp"], *, trust_remote_code: bool) -> TrainConfig:
+    """The config of a session that uses a model and does not train it: copies or shards, in the dtype of its file."""
+    return TrainConfig(
+        model_name=model,
+        data_path=[],
+        strategy=strategy,
+        mixed_precision="no",
+        trust_remote_code=trust_remote_code,
+    )
+
+
+class _Work(Protocol):
+    """What is done with the inputs."""
+
+    shape: tuple[int, ...]
+    """Of what stands for one input."""
+
+    def __call__(self, items: list[Item], progress: Progress) -> np.ndarray:
+        """The rows of some inputs; collective."""
+        ...
+
+
+class _Embeddings:
+    """Embeddings."""
+
+    def __init__(self, embedder: Embedder, kind: Kind, batch_tokens: int | None, normalize: bool | None) -> None:
+        self.embedder = embedder
+        self.kind: Kind = kind
+        self.batch_tokens = batch_tokens
+        self.unit = embedder.description.normalize if normalize is None else normalize
+        self.shape: tuple[int, ...] = (embedder.truncate_dim or embedder.description.embedding_dim,)
+
+    def __call__(self, items: list[Item], progress: Progress) -> np.ndarray:
+        """The rows of some inputs; collective."""
+        return encode_items(
+            self.embedder.model,
+            self.embedder.featuriser,
+            items,
+            self.kind,
+            budget_tokens=self.batch_tokens,
+            session=self.embedder.session,
+            normalize=self.unit,
+            truncate_dim=self.embedder.truncate_dim,
+            progress=progress,
+        )
+
+
+class _Layers:
+    """Hidden states by layer."""
+
+    def __init__(
+        self,
+        embedder: Embedder,
+        kind: Kind,
+        batch_tokens: int | None,
+        layers: Literal["all"] | Sequence[int],
+        pooling: Pooling | None,
+    ) -> None:
+        self.embedder = embedder
+        self.kind: Kind = kind
+        self.batch_tokens = batch_tokens
+        self.layers = layers
+        self.pooling = pooling
+        self.shape: tuple[int, ...] = self([], lambda *_: None).shape[1:]
+
+    def __call__(self, items: list[Item], progress: Progress) -> np.ndarray:
+        """The rows of some inputs; collective."""
+        found = self.embedder.hidden_states(
+            items, self.layers, self.kind, pooling=self.pooling, budget_tokens=self.batch_tokens
+        )
+        progress(len(items), len(items))
+        return found
 
 
 class _Lines:
@@ -131,6 +206,7 @@ class _Lines:
         self.session = session
         self.rows_of = rows_of
         self.columns = columns
+        self.chunk = CHUNK_LINES
         found = {"total": None, "error": None}
         if session.is_main and source != "-":
             found = _count_lines(Path(source), of_rows=rows_of is not None)
@@ -148,17 +224,17 @@ class _Lines:
                 file = sys.stdin.buffer if self.source == "-" else stack.enter_context(Path(self.source).open("rb"))
             first = 1
             while True:
-                chunk: list[str] = collectives.broadcast_json(_decoded(file) if file is not None else [])
+                chunk: list[str] = collectives.broadcast_json(_decoded(file, self.chunk) if file is not None else [])
                 if not chunk:
                     return
                 yield first, chunk
                 first += len(chunk)
 
 
-def _decoded(file: Iterator[bytes]) -> list[str]:
+def _decoded(file: Iterator[bytes], count: int) -> list[str]:
     """The next lines without their ends. Bytes that are no UTF-8 become lone surrogates, which the parser refuses with
     the number of the line."""
-    lines = itertools.islice(file, CHUNK_LINES)
+    lines = itertools.islice(file, count)
     return [line.removeprefix(BOM).decode("utf-8", "surrogateescape").rstrip("\r\n") for line in lines]
 
 

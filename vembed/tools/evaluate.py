@@ -11,12 +11,12 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from vembed.config.schema import TrainConfig
 from vembed.distributed.session import start_session
 from vembed.errors import UserError
 from vembed.evaluation.dataset import Task
 from vembed.evaluation.record import metric_name
 from vembed.evaluation.run import REPORTED_K, evaluate
+from vembed.tools.encode import session_config
 
 
 def run_evaluate(
@@ -31,18 +31,19 @@ def run_evaluate(
     batch_tokens: int | None = None,
     column_mapping: dict[str, str] | None = None,
     on_bad_record: Literal["stop", "skip"] = "stop",
+    strategy: Literal["auto", "ddp", "fsdp"] = "ddp",
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     trust_remote_code: bool = False,
     console: Console | None = None,
 ) -> dict[str, float]:
     """Score `model` on `data`, print the scores, and write them to `json_file`. Runs on as many processes as were
-    started: all encode and search, the first one speaks."""
+    started: all encode and search, the first one speaks; with `strategy: fsdp` each holds a shard of the model."""
     console = console or Console()
     if json_file is not None and not Path(json_file).absolute().parent.is_dir():
         raise UserError(
             f"{Path(json_file).absolute().parent} is no folder, so {Path(json_file).name} cannot be written"
         )
-    with start_session(TrainConfig(model_name=model, data_path=data, strategy="ddp")) as session:
+    with start_session(session_config(model, strategy, trust_remote_code=trust_remote_code)) as session:
         scores = evaluate(
             model,
             data,

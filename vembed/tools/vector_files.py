@@ -51,9 +51,9 @@ class _NoWriter:
 class _NpyWriter:
     """A .npy file that grows; its header has a fixed size and is written again at the end with the number of rows."""
 
-    def __init__(self, file: BinaryIO, num_dims: int) -> None:
+    def __init__(self, file: BinaryIO, shape: tuple[int, ...]) -> None:
         self.file = file
-        self.num_dims = num_dims
+        self.shape = shape
         self.num_rows = 0
         self._header()
 
@@ -68,7 +68,7 @@ class _NpyWriter:
         self._header()
 
     def _header(self) -> None:
-        shape = (self.num_rows, self.num_dims)
+        shape = (self.num_rows, *self.shape)
         text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}"
         magic = b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little")
         self.file.write(magic + text.ljust(HEADER_BYTES - 11).encode() + b"\n")
@@ -108,15 +108,16 @@ class _ParquetWriter:
 
 
 @contextmanager
-def vector_writer(target: Path, num_dims: int, *, active: bool) -> Iterator[VectorWriter]:
-    """Writes beside the target and moves it there at the end; not `active`: takes vectors and writes nothing."""
+def vector_writer(target: Path, shape: tuple[int, ...], *, active: bool) -> Iterator[VectorWriter]:
+    """Writes beside the target and moves it there at the end; not `active`: takes vectors and writes nothing. `shape`:
+    of what stands for one input, more than one dimension in .npy alone."""
     if not active:
         yield _NoWriter()
         return
     partial = target.with_name(target.name + ".part")
     try:
         with partial.open("wb") as file:
-            writer = _NpyWriter(file, num_dims) if target.suffix == ".npy" else _ParquetWriter(file, num_dims)
+            writer = _NpyWriter(file, shape) if target.suffix == ".npy" else _ParquetWriter(file, shape[0])
             yield writer
             writer.close()
         partial.replace(target)

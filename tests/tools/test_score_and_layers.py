@@ -1,0 +1,158 @@
+"""`vembed score`, hidden states by layer, and models in shards that encode and evaluate, against one process."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModel, AutoTokenizer
+
+from tests.harness import run_ranks
+from tests.tiny import shared, tiny_bert, tiny_bert_st, tiny_clip, tiny_distilbert, tiny_qwen3_st
+from tests.weights.variants import pairs
+from vembed import Embedder, UserError, evaluate
+from vembed.distributed.session import start_session
+from vembed.tools import encode, score
+from vembed.tools.encode import run_encode, session_config
+from vembed.tools.evaluate import run_evaluate
+from vembed.tools.score import run_score
+
+TEXTS = ["red cat", "the old house by the river and a bridge", "bird", "red cat", "fast train", "a green dog", "boat"]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(TEXTS))
+    return path
+
+
+@pytest.fixture
+def records(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"query": one, "positive": [f"{one} here", "bird"], "negatives": ["train"]} for one in TEXTS[:3]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def in_order():
+    return [(one, other) for one in TEXTS[:3] for other in (f"{one} here", "bird", "train")]
+
+
+# ---- hidden states ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [tiny_bert, tiny_distilbert, tiny_qwen3_st])
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_hidden_states_are_those_of_transformers(make, pooling):
+    folder = shared(make)
+    embedder = Embedder(folder, device="cpu")
+    prompt = embedder.description.document_prompt
+    found = embedder.hidden_states(TEXTS, pooling=pooling)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    for row, text in enumerate(TEXTS):
+        with torch.no_grad():
+            states = model(**tokenizer(prompt + text, return_tensors="pt"), output_hidden_states=True).hidden_states
+        expected = np.stack([one[0, -1] if pooling == "last" else one[0].mean(dim=0) for one in states])
+        number = len(states) - (make is tiny_qwen3_st)  # there, the last of Transformers is behind the last norm
+        np.testing.assert_allclose(found[row, :number], expected[:number], atol=1e-5)
+    some = embedder.hidden_states(TEXTS, [0, -1], pooling=pooling)
+    np.testing.assert_array_equal(some, found[:, [0, -1]])
+    assert embedder.hidden_states([]).shape == (0, len(states), 32)
+
+
+def test_hidden_states_that_cannot_be():
+    embedder = Embedder(shared(tiny_bert), device="cpu")
+    with pytest.raises(UserError, match="layers 0 .its embeddings. to 2, and 3 is asked for"):
+        embedder.hidden_states(["a"], [3])
+    with pytest.raises(UserError, match="are of texts"):
+        embedder.hidden_states([{"image": "a.png"}])
+    assert Embedder(shared(tiny_clip), device="cpu").hidden_states(["a cat"]).shape[0] == 1
+
+
+def test_files_of_hidden_states(texts, tmp_path, monkeypatch):
+    folder = str(shared(tiny_bert_st))
+    run_encode(folder, str(texts), str(tmp_path / "all.npy"), layers="all")
+    expected = Embedder(folder, device="cpu").hidden_states(TEXTS)
+    np.testing.assert_allclose(np.load(tmp_path / "all.npy"), expected, atol=1e-6)
+    monkeypatch.setattr(encode, "CHUNK_LINES", 40)  # two lines at once
+    run_encode(folder, str(texts), str(tmp_path / "some.npy"), layers=[0, 2], pooling="cls")
+    expected = Embedder(folder, device="cpu").hidden_states(TEXTS, [0, 2], pooling="cls")
+    np.testing.assert_allclose(np.load(tmp_path / "some.npy"), expected, atol=1e-6)
+    with pytest.raises(UserError, match="written as they are, to a .npy file"):
+        run_encode(folder, str(texts), str(tmp_path / "out.parquet"), layers="all")
+    with pytest.raises(UserError, match="--pooling is for hidden states"):
+        run_encode(folder, str(texts), str(tmp_path / "out.npy"), pooling="cls")
+
+
+# ---- similarities ----------------------------------------------------------------------------------------------
+
+
+def test_similarities_of_pairs_in_the_order_of_the_file(records, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(score, "CHUNK", 2)
+    folder = str(shared(tiny_bert_st))
+    embedder = Embedder(folder, device="cpu")
+    expected = embedder.score(in_order())
+    query = embedder.encode([one for one, _ in in_order()], "query", normalize=True)
+    document = embedder.encode([other for _, other in in_order()], "document", normalize=True)
+    np.testing.assert_allclose(expected, (query * document).sum(axis=1), atol=1e-6)
+    assert run_score(folder, str(records), str(tmp_path / "out.npy")) == 9
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
+    run_score(folder, str(records), str(tmp_path / "out.jsonl"))
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(line["record"], line["role"]) for line in lines[:4]] == [
+        (0, "positive"), (0, "positive"), (0, "negative"), (1, "positive"),
+    ]  # fmt: skip
+    np.testing.assert_allclose([line["similarity"] for line in lines], expected, atol=1e-6)
+    capsys.readouterr()
+    run_score(folder, str(records))
+    np.testing.assert_allclose([float(line) for line in capsys.readouterr().out.split()], expected, atol=1e-5)
+
+
+def test_a_target_that_cannot_be_written_is_said_first(records, tmp_path):
+    with pytest.raises(UserError, match=r"writes \.npy, \.jsonl"):
+        run_score("no model", str(records), str(tmp_path / "out.csv"))
+    with pytest.raises(UserError, match="is no folder"):
+        run_score("no model", str(records), str(tmp_path / "nowhere" / "out.npy"))
+
+
+# ---- several processes, copies and shards ----------------------------------------------------------------------
+
+
+def _on_a_rank(folder, texts, records, val, out, strategy):
+    """Everything at once, since a start costs more than the work."""
+    from rich.console import Console
+
+    run_encode(folder, texts, f"{out}/vectors.npy", strategy=strategy)
+    run_encode(folder, texts, f"{out}/layers.npy", layers="all", strategy=strategy)
+    run_score(folder, records, f"{out}/scores.npy", strategy=strategy)
+    scores = run_evaluate(folder, val, strategy=strategy, console=Console(file=io.StringIO()))
+    with start_session(session_config(folder, strategy, trust_remote_code=False)) as session:
+        embedder = Embedder(folder, session=session)
+        held = [one.to_local() if isinstance(one, DTensor) else one for one in embedder.model.parameters()]
+        return scores, sum(one.numel() for one in held)
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 3), ("fsdp", 2), ("fsdp", 3)])
+def test_processes_write_what_one_writes_A22_B16_B17(texts, records, tmp_path, strategy, world_size):
+    folder = str(shared(tiny_qwen3_st if world_size == 2 else tiny_bert_st))
+    val = str(pairs(tmp_path / "val.jsonl"))
+    ends = run_ranks(
+        _on_a_rank, world_size, folder, str(texts), str(records), val, str(tmp_path), strategy,
+        process_group=False, timeout=110,
+    )  # fmt: skip
+    one = Embedder(folder, device="cpu")
+    np.testing.assert_allclose(np.load(tmp_path / "vectors.npy"), one.encode(TEXTS), atol=1e-5)
+    np.testing.assert_allclose(np.load(tmp_path / "layers.npy"), one.hidden_states(TEXTS), atol=1e-5)
+    np.testing.assert_allclose(np.load(tmp_path / "scores.npy"), one.score(in_order()), atol=1e-5)
+    for scores, _ in ends:
+        assert scores == pytest.approx(evaluate(folder, val))
+    total = sum(parameter.numel() for parameter in one.model.parameters())
+    held = [count for _, count in ends]
+    if strategy == "ddp":
+        assert held == [total] * world_size
+    else:
+        assert sum(held) == total
+        assert max(held) < 1.3 * total / world_size

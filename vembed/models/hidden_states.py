@@ -1,0 +1,107 @@
+"""HiddenStates: a model that gives what its layers hand on, pooled to one vector per text, in place of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vembed.errors import UserError
+from vembed.models import packing
+from vembed.models.backbones import layers_of
+from vembed.models.description import ModelDescription, Pooling
+from vembed.models.lanes import padding_mask
+from vembed.models.pooling import pool
+from vembed.models.towers import tower_module, towers_of
+
+
+class HiddenStates(nn.Module):
+    """Runs the model and takes what passes by. Layer 0 is what goes into the first transformer layer, layer k what the
+    k-th one gives. All ranks run it together where the model is sharded."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backbone: nn.Module,
+        description: ModelDescription,
+        layers: Literal["all"] | Sequence[int],
+        pooling: Pooling | None = None,
+    ) -> None:
+        """`model`: what is called, sharded or not; `backbone`: the part of it that holds the layers."""
+        super().__init__()
+        if "text" not in towers_of(description.family):
+            raise UserError(f"{description.name} has no text tower, and hidden states are those of a text tower")
+        self.model = model
+        tower = tower_module(backbone, description.family, "text")
+        self._stack = layers_of(tower)
+        self._packs = packing.packs(tower)
+        deepest = len(self._stack)
+        given = range(deepest + 1) if layers == "all" else layers
+        wrong = [one for one in given if not -deepest - 1 <= int(one) <= deepest]
+        if wrong:
+            raise UserError(
+                f"layers: this model has layers 0 (its embeddings) to {deepest}, and {wrong[0]} is asked for"
+            )
+        self.layers = [int(one) % (deepest + 1) for one in given]
+        pooling = pooling or (description.pooling if description.pooling != "own" else "mean")
+        self.pooling: Pooling = pooling
+        self.width = description.text_hidden_dim or _width(tower)
+
+    def forward(self, parts: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
+        """For each part, one at a time: [n, layers * width], layer by layer."""
+        found = []
+        for part in parts:
+            taken: dict[int, Tensor] = {}
+            hooks = [self._stack[0].register_forward_pre_hook(_entering(self, part[1], taken), with_kwargs=True)]
+            hooks += [
+                layer.register_forward_hook(_leaving(self, part[1], taken, number))
+                for number, layer in enumerate(self._stack, start=1)
+                if number in self.layers
+            ]
+            try:
+                self.model([part])
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            found.append(torch.cat([taken[layer] for layer in self.layers], dim=1))
+        return found
+
+    def none(self) -> np.ndarray:
+        """Return the hidden states of no text."""
+        return np.empty((0, len(self.layers), self.width), np.float32)
+
+    def pooled(self, hidden: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """[n, width] from what a layer gives, padded or packed."""
+        mask = padding_mask(inputs)
+        if self._packs:
+            count, longest = inputs["input_ids"].shape
+            flat = hidden[0]
+            if mask is not None:
+                index = inputs.get(packing.TOKENS)
+                index = packing.token_index(mask) if index is None else index
+                flat = flat.new_zeros(count * longest, flat.shape[1]).index_copy(0, index, flat)
+            hidden = flat.view(count, longest, -1)
+        return pool(self.pooling, hidden, mask).float()
+
+
+def _entering(states: HiddenStates, inputs: dict[str, Tensor], taken: dict[int, Tensor]) -> Any:
+    def hook(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if 0 in states.layers:
+            taken[0] = states.pooled(arguments[0] if arguments else named["hidden_states"], inputs)
+
+    return hook
+
+
+def _leaving(states: HiddenStates, inputs: dict[str, Tensor], taken: dict[int, Tensor], number: int) -> Any:
+    def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        taken[number] = states.pooled(output[0] if isinstance(output, tuple) else output, inputs)
+
+    return hook
+
+
+def _width(tower: Any) -> int:
+    values = tower.config.get_text_config()
+    return int(values.hidden_size)
