@@ -65,7 +65,7 @@ def test_hidden_states_are_those_of_transformers(make, pooling):
 
 def test_hidden_states_that_cannot_be():
     embedder = Embedder(shared(tiny_bert), device="cpu")
-    with pytest.raises(UserError, match="layers 0 .its embeddings. to 2, and 3 is asked for"):
+    with pytest.raises(UserError, match=r"layers 0 .its embeddings. to 2, and 3 is asked for"):
         embedder.hidden_states(["a"], [3])
     with pytest.raises(UserError, match="are of texts"):
         embedder.hidden_states([{"image": "a.png"}])
@@ -81,7 +81,7 @@ def test_files_of_hidden_states(texts, tmp_path, monkeypatch):
     run_encode(folder, str(texts), str(tmp_path / "some.npy"), layers=[0, 2], pooling="cls")
     expected = Embedder(folder, device="cpu").hidden_states(TEXTS, [0, 2], pooling="cls")
     np.testing.assert_allclose(np.load(tmp_path / "some.npy"), expected, atol=1e-6)
-    with pytest.raises(UserError, match="written as they are, to a .npy file"):
+    with pytest.raises(UserError, match=r"written as they are, to a \.npy file"):
         run_encode(folder, str(texts), str(tmp_path / "out.parquet"), layers="all")
     with pytest.raises(UserError, match="--pooling is for hidden states"):
         run_encode(folder, str(texts), str(tmp_path / "out.npy"), pooling="cls")
