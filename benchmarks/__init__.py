@@ -1,1 +1,1 @@
-"""Side-by-side runs against other libraries, and how time and memory grow; not part of the package."""
+"""Comparisons with other libraries, and growth of time and memory. Not part of the package."""

@@ -1,4 +1,4 @@
-"""The cases that both sides train, and the data for them: docstrings and functions of the running standard library."""
+"""Benchmark cases for both sides, and their data: docstrings and functions of the running standard library."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from vembed.data.batches import BatchPlan
+from vembed.data.batches import BatchSchedule
 from vembed.tools.demo import demo_model
 from vembed.tools.demo_data import Pair, standard_library_pairs
 
 SEED = 42
 MRL_DIMS = (384, 256, 128, 64)
 NUM_HARD = 64
-"""Pairs at the end whose functions are hard negatives of the others; none is a pair's own, which vembed would mask."""
+"""Pairs at the end, whose functions are hard negatives of the others. None is a row's own, which vembed would mask."""
 Row = dict[str, str | list[str]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained; the same on both sides."""
+    """Training settings, the same on both sides."""
 
     name: str
     max_length: int
     batch_size: int = 64
     steps: int = 6
-    """Steps, of which the first warms up; before them come some without dropout, to compare losses."""
+    """Number of steps, the first of which is warm-up. Some steps without dropout precede them, to compare losses."""
     uniform: bool = False
-    """Every text fills max_length."""
+    """Whether every text fills max_length."""
     negatives: int = 0
-    """Hard negatives per row; they repeat from row to row."""
+    """Hard negatives per row. They repeat from row to row."""
     cached: bool = False
-    """Gradient Cache on both sides."""
+    """Whether both sides use Gradient Cache."""
     mrl: bool = False
     ranks: int = 1
-    """Processes, each with its part of the batch and its part of the cores."""
+    """Processes. Each gets an equal part of the batch and of the cores."""
     num_rows: int = 0
-    """Rows of the data; 0: as many as the steps need."""
+    """Rows of data. 0: as many as the steps need."""
     only_starts: bool = False
-    """Ends when the first batch is ready."""
+    """Whether to stop when the first batch is ready."""
 
 
 CASES = (
@@ -61,21 +61,21 @@ QUICK_CASES = (
     Case("cached-48", 128, batch_size=48, steps=2, cached=True),
 )
 QUICK_MATRYOSHKA = Case("mrl-128", 128, batch_size=24, steps=3, mrl=True)
-"""Smaller, all in about three minutes."""
+"""Smaller cases, about three minutes in all."""
 
 START_UP = Case("start-up", 128, steps=1, num_rows=2000, only_starts=True)
 
 
 @cache
 def shuffled_pairs() -> list[Pair]:
-    """All pairs, in the order in which every case takes them."""
+    """Return all pairs in the order in which every case takes them."""
     pairs = standard_library_pairs()
     random.Random(SEED).shuffle(pairs)
     return pairs
 
 
 def rows_of(case: Case, steps: int, *, skip: int = 0) -> list[Row]:
-    """The rows of so many batches in the order in which they are trained; `skip` batches come before them."""
+    """Return the rows of `batches` batches in training order, after `skip` batches."""
     pairs = shuffled_pairs()
     draw = random.Random(SEED)
     trained = {text for pair in pairs[:-NUM_HARD] for text in (pair.query, pair.positive)}
@@ -93,10 +93,10 @@ def rows_of(case: Case, steps: int, *, skip: int = 0) -> list[Row]:
 
 
 def write_rows(rows: list[Row], batch_size: int, path: Path) -> None:
-    """A JSONL in an order such that vembed's shuffling gives batches 0, 1, 2 ... of the rows."""
-    plan = BatchPlan([len(rows)], batch_size, SEED)
-    order = [int(index) for step in range(plan.steps_per_epoch) for index in plan.batch(0, step)]
-    order += sorted(set(range(len(rows))) - set(order))  # what does not fill a batch
+    """Write a JSONL file ordered so that vembed's shuffling yields batches 0, 1, 2, ... of the rows."""
+    batch_schedule = BatchSchedule([len(rows)], batch_size, SEED)
+    order = [int(index) for step in range(batch_schedule.steps_per_epoch) for index in batch_schedule.batch(0, step)]
+    order += sorted(set(range(len(rows))) - set(order))  # rows that do not fill a batch
     placed: list[Row] = [{} for _ in rows]
     for row, index in zip(rows, order, strict=True):
         placed[index] = row
@@ -104,7 +104,7 @@ def write_rows(rows: list[Row], batch_size: int, path: Path) -> None:
 
 
 def model_without_dropout(folder: Path) -> Path:
-    """A copy of the model whose dropout is 0, so that the losses of both sides can be compared."""
+    """Copy the model with dropout 0, so that the losses of both sides can be compared."""
     target = folder / "no-dropout"
     shutil.copytree(demo_model(), target)
     config = json.loads((target / "config.json").read_text())

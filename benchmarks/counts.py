@@ -1,4 +1,4 @@
-"""python -m benchmarks.counts: what a step does, in numbers that no busy machine changes; two processes on a CPU."""
+"""python -m benchmarks.counts: counts per step that do not depend on the machine's load; two processes on a CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
-from vembed.models import lanes
+from vembed.models import modalities
 from vembed.models.embedder import EmbeddingModel
 from vembed.tools.demo import demo_model
 from vembed.training.run import train
@@ -35,12 +35,12 @@ from vembed.training.update import Update
 NUM_RANKS = 2
 STEPS = 3
 SMALL = Case("small", 48, batch_size=16, steps=STEPS)
-"""What is trained to be counted; padding is counted at the sizes of a benchmark."""
+"""The case that is counted. Padding is counted at the sizes of a benchmark."""
 MARK = "COUNTS "
 
 
 class Reads(TorchDispatchMode):
-    """Counts reads of a number that a device computed: on a GPU each of them waits until the device has caught up."""
+    """Counter of values read from a device. On a GPU each read waits until the device has caught up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Reads(TorchDispatchMode):
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returns."""
+    """Element count of the largest tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Largest(TorchDispatchMode):
 
 @contextmanager
 def counting(reads: Reads, forwards: list[int], steps: list[Counter[str]]) -> Iterator[None]:
-    """While the block runs: reads and forwards are counted, and each update notes the collectives since the last."""
+    """Count reads and forward passes inside the with-block, and for each update the collectives since the last."""
 
     def around(original: Callable[..., Any], *, first: bool) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -84,8 +84,8 @@ def counting(reads: Reads, forwards: list[int], steps: list[Counter[str]]) -> It
 
         return call
 
-    def uncounted(inputs: lanes.Inputs) -> Tensor | None:
-        reads.counting = False  # only a CPU looks at the mask: there it costs no wait
+    def uncounted(inputs: modalities.Inputs) -> Tensor | None:
+        reads.counting = False  # only the CPU path looks at the mask, where reading costs no wait
         try:
             return padding_mask(inputs)
         finally:
@@ -95,13 +95,13 @@ def counting(reads: Reads, forwards: list[int], steps: list[Counter[str]]) -> It
         if isinstance(module, EmbeddingModel) and forwards is not None:
             forwards.append(1)
 
-    padding_mask = lanes.padding_mask
+    padding_mask = modalities.padding_mask
     hook = nn.modules.module.register_module_forward_pre_hook(forward)
     try:
         with (
             mock.patch.object(ContrastiveStep, "accumulate", around(ContrastiveStep.accumulate, first=True)),
             mock.patch.object(Update, "apply", around(Update.apply, first=False)),
-            mock.patch.object(lanes, "padding_mask", uncounted),
+            mock.patch.object(modalities, "padding_mask", uncounted),
         ):
             yield
     finally:
@@ -109,7 +109,7 @@ def counting(reads: Reads, forwards: list[int], steps: list[Counter[str]]) -> It
 
 
 def count(case: Case, folder: Path, micro_batch_tokens: int, use_gradient_cache: bool) -> dict[str, Any]:
-    """Counts per step of a run on this process and its group."""
+    """Return counts per step of a run on this process and its group."""
     reads, forwards, steps = Reads(), list[int](), list[Counter[str]]()
     name = f"{micro_batch_tokens}-{use_gradient_cache}"
     with counting(reads, forwards, steps):
@@ -139,7 +139,7 @@ def count(case: Case, folder: Path, micro_batch_tokens: int, use_gradient_cache:
 
 
 def loss_elements(num_rows: int, dim: int = 64) -> int:
-    """Elements of the largest tensor that the loss makes, forward and backward."""
+    """Return the element count of the largest tensor that the loss makes, forward and backward."""
     rows = torch.arange(num_rows)
     nothing = torch.empty(0, dtype=torch.int64)
     batch = LossBatch(
@@ -160,7 +160,7 @@ def loss_elements(num_rows: int, dim: int = 64) -> int:
 
 
 def worker(folder: Path) -> None:
-    """One rank."""
+    """Run one rank."""
     runs = [count(SMALL, folder, tokens, cache) for tokens, cache in ((4096, False), (128, False), (128, True))]
     if os.environ["RANK"] == "0":
         _, _, (padding, padding_by_column) = useful_work(next(case for case in CASES if case.name == "natural-128"))
@@ -174,7 +174,7 @@ def worker(folder: Path) -> None:
 
 
 def counts() -> dict[str, Any]:
-    """All counts, from two processes."""
+    """Return all counts, from two processes."""
     with tempfile.TemporaryDirectory() as name:
         write_rows(rows_of(SMALL, STEPS), SMALL.batch_size, Path(name) / "data.jsonl")
         command = [

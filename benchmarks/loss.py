@@ -1,4 +1,4 @@
-"""Time and memory of InfoNCE and its gradient, tiled against the plain score matrix: python -m benchmarks.loss."""
+"""python -m benchmarks.loss: time and memory of InfoNCE and its gradient, tiled against the plain score matrix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIBIBYTE = 2**30
 
 
 def make_batch(num_rows: int, dim: int) -> LossBatch:
-    """Queries, positives and one hard negative per row, all distinct but for a few shared documents."""
+    """Return queries, positives and one hard negative per row, all distinct except for a few shared documents."""
     draw = torch.Generator().manual_seed(0)
     embeddings = torch.randn(3 * num_rows, dim, generator=draw)
     order = torch.randperm(3 * num_rows, generator=draw)
@@ -46,7 +46,7 @@ def make_batch(num_rows: int, dim: int) -> LossBatch:
 
 
 def plain_loss(batch: LossBatch, config: TrainConfig) -> Tensor:
-    """The same with score matrices [R, 2 R], one per size; the mask is made once."""
+    """Return the same loss from score matrices [R, 2 R], one per Matryoshka size. The mask is computed once."""
     documents = torch.cat((batch.positive, batch.negative))
     content = batch.content[documents]
     mask = content[None, :] == batch.content[batch.positive][:, None]
@@ -63,14 +63,14 @@ def plain_loss(batch: LossBatch, config: TrainConfig) -> Tensor:
 
 
 class Seconds(NamedTuple):
-    """What one loss and gradient took: on the clock, and of processor time, which says more on a shared machine."""
+    """Wall-clock and processor time of one loss and gradient. Processor time is more reliable on a shared machine."""
 
     clock: float
     processor: float
 
 
 def timed(batch: LossBatch, make: Callable[[], Tensor]) -> tuple[Seconds, float, Tensor]:
-    """The time of loss and gradient, the loss, the gradient."""
+    """Return the time of loss and gradient, the loss and the gradient."""
     clock, processor = time.perf_counter(), time.process_time()
     loss = make()
     (gradient,) = torch.autograd.grad(loss, batch.embeddings)
@@ -78,7 +78,7 @@ def timed(batch: LossBatch, make: Callable[[], Tensor]) -> tuple[Seconds, float,
 
 
 def compare_times(num_rows: int, dim: int, dims: list[int], repeats: int) -> None:
-    """Alternate the two and print medians, and of the ratio of neighbours the median and the extremes."""
+    """Alternate the two and print medians; for the ratio of neighbouring runs the median and the extremes."""
     config = TrainConfig(model_name="", data_path="", use_mrl=len(dims) > 1, mrl_dims=dims)
     batch, loss = make_batch(num_rows, dim), build_loss(config)
     tiled_times: list[Seconds] = []
@@ -105,16 +105,16 @@ def compare_times(num_rows: int, dim: int, dims: list[int], repeats: int) -> Non
 
 
 class Size(NamedTuple):
-    """What a loss and its gradient took."""
+    """Time and memory of a loss and its gradient."""
 
     seconds: float
     beyond_gib: float
-    """Peak beyond the embeddings and their gradient."""
+    """Peak memory beyond the embeddings and their gradient."""
     gradient_gib: float
 
 
 def measure(num_rows: int, num_own_rows: int, dim: int, dims: list[int]) -> Size:
-    """Peak of this process beyond the embeddings and their gradient; to be run in a process of its own."""
+    """Return the process's peak memory beyond the embeddings and their gradient. Run it in a process of its own."""
     config = TrainConfig(model_name="", data_path="", use_mrl=len(dims) > 1, mrl_dims=dims)
     warm = make_batch(64, dim)
     build_loss(config)(warm).backward()
@@ -129,7 +129,7 @@ def measure(num_rows: int, num_own_rows: int, dim: int, dims: list[int]) -> Size
 
 
 def print_memory(num_rows: int, num_own_rows: int, dim: int, dims: list[int]) -> None:
-    """One line about a loss of this size."""
+    """Print one line about a loss of this size."""
     size = measure(num_rows, num_own_rows, dim, dims)
     print(
         f"{num_own_rows:,d} of {num_rows:,d} rows, {dim:,d} dims, sizes {dims}, {size.seconds:.1f} s: "
@@ -138,7 +138,7 @@ def print_memory(num_rows: int, num_own_rows: int, dim: int, dims: list[int]) ->
 
 
 def main() -> None:
-    """Read the sizes and run both parts."""
+    """Parse the sizes and run both parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--memory-rows", type=int, default=65536, help="0 leaves the memory part out")
@@ -156,7 +156,7 @@ def main() -> None:
         for dims in ([options.dim], sizes):
             compare_times(options.rows, options.dim, dims, options.repeats)
     if options.memory_rows:
-        # The peak of a process never falls, so the measured one must not have timed anything before.
+        # The peak memory of a process never falls, so the measured process must not have timed anything before.
         subprocess.run([sys.executable, "-m", "benchmarks.loss", "--only-memory", *sys.argv[1:]], check=True)
 
 

@@ -1,4 +1,4 @@
-"""python -m benchmarks.quality: the same steps on both sides over several seeds, and what the models then find."""
+"""python -m benchmarks.quality: retrieval quality after equal training steps on both sides, over several seeds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARK = "RESULT "
 
 
 def one(side: str, seed: int) -> float:
-    """nDCG@10 on modules not trained on, after the steps of one seed."""
+    """Return nDCG@10 on modules outside the training data, after training with one seed."""
     import vembed
 
     train, val = split_by_module(standard_library_pairs(), CASE.batch_size * CASE.steps, NUM_VAL)

@@ -1,4 +1,4 @@
-"""python -m benchmarks.scale: how time and memory grow with the rows of a batch, those of the data, the processes."""
+"""python -m benchmarks.scale: time and memory as batch size, data size and the number of processes grow."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from benchmarks.loss import measure
 from benchmarks.train import machine, train_once
 from benchmarks.worker import ask_once
 from vembed.config.schema import TrainConfig
-from vembed.data.batches import BatchPlan
+from vembed.data.batches import BatchSchedule
 from vembed.data.features import Featuriser
-from vembed.data.share import ShareStream
+from vembed.data.rank_batch import RankBatchStream
 from vembed.data.sources import open_examples
 from vembed.models.families import describe
 from vembed.tools.demo import demo_model
@@ -34,13 +34,13 @@ MARK = "RESULT "
 
 
 def loss_result(num_rows: int) -> dict[str, float]:
-    """Loss and gradient with three Matryoshka sizes and one hard negative per row."""
+    """Measure loss and gradient with three Matryoshka sizes and one hard negative per row."""
     size = measure(num_rows, num_rows, LOSS_DIM, [LOSS_DIM, LOSS_DIM // 2, LOSS_DIM // 4])
     return {"seconds": size.seconds, "gib": size.beyond_gib}
 
 
 def write_data(num_rows: int, path: Path) -> None:
-    """Short different pairs."""
+    """Write short distinct pairs."""
     with path.open("w", encoding="utf-8") as file:
         for row in range(num_rows):
             file.write(
@@ -49,18 +49,18 @@ def write_data(num_rows: int, path: Path) -> None:
 
 
 def data_result(path: Path, num_rows: int) -> dict[str, float]:
-    """Seconds until the data is open, seconds per batch that is read and tokenised, and the memory of both."""
+    """Return seconds until the data is open, seconds per batch read and tokenised, and the memory of both."""
     config = TrainConfig(model_name=str(demo_model()), data_path=str(path), max_length=64)
     featuriser = Featuriser(describe(config))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     store = open_examples(config, str(path))
     opened = time.perf_counter()
-    plan = BatchPlan([num_rows], BATCH_SIZE, 0)
-    stream = ShareStream(store, plan, featuriser, 0, 1, 0)
+    batch_schedule = BatchSchedule([num_rows], BATCH_SIZE, 0)
+    stream = RankBatchStream(store, batch_schedule, featuriser, 0, 1, 0)
     stream.share(0)
     first = time.perf_counter()
-    batches = min(NUM_BATCHES, plan.steps_per_epoch - 1)
+    batches = min(NUM_BATCHES, batch_schedule.steps_per_epoch - 1)
     for number in range(1, batches + 1):
         stream.share(number)
     ended = time.perf_counter()
@@ -73,7 +73,7 @@ def data_result(path: Path, num_rows: int) -> dict[str, float]:
 
 
 def apart(**task: Any) -> dict[str, float]:
-    """A task in a process of its own."""
+    """Run a task in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.scale", "--task", json.dumps(task)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
@@ -84,7 +84,7 @@ def apart(**task: Any) -> dict[str, float]:
 
 
 def print_loss(most: int) -> None:
-    """The loss as the batch grows."""
+    """Print time and memory of the loss as the batch grows."""
     print(f"| rows, {LOSS_DIM:,d} dims, 3 sizes, a hard negative each | loss and gradient, s | GiB beyond them |")
     print("|---|---|---|")
     for rows in (rows for rows in LOSS_ROWS if rows <= most):
@@ -93,7 +93,8 @@ def print_loss(most: int) -> None:
 
 
 def print_data(most: int) -> None:
-    """The input side as the data grows; each file is opened twice, the second time from vembed's index."""
+    """Print time and memory of the input side as the data grows. Each file is opened twice; the second time the
+    index exists."""
     print("| rows of data | opened first, s | opened again, s | a batch of 64 read and tokenised, ms | GiB |")
     print("|---|---|---|---|---|")
     for rows in (rows for rows in DATA_ROWS if rows <= most):
@@ -109,7 +110,7 @@ def print_data(most: int) -> None:
 
 
 def print_ranks() -> None:
-    """The same global batch on more processes of the same machine."""
+    """Print the same global batch on more processes of one machine."""
     case = replace(next(case for case in CASES if case.name == "natural-128"), batch_size=60, steps=3)
     print("| processes | samples/s | peak GB of the first |")
     print("|---|---|---|")

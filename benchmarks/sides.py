@@ -1,4 +1,4 @@
-"""The sides of a comparison: each trains given rows in the order in which they stand, as its own users would."""
+"""Sides of a comparison. Each trains the given rows in the given order, the way its own users would."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from benchmarks.cases import MRL_DIMS, SEED, Case, Row, write_rows
 LEARNING_RATE = 2e-5
 TEMPERATURE = 0.05
 ST_MINI_BATCH_TOKENS = 4096
-"""What was the fastest of 1,024 to 16,384 for the peer on two cores; vembed's own default is the same."""
+"""Fastest value of 1,024 to 16,384 for the peer on two cores; also vembed's own default."""
 
 
 @dataclass
 class Trained:
-    """What a side saw of its own training."""
+    """Measurements of one side's training."""
 
     began: float = 0.0
-    """When the loop began; time.perf_counter()."""
+    """Start of the loop, by time.perf_counter()."""
     first_batch: float = 0.0
-    """When the first batch was ready to be computed."""
+    """Time at which the first batch was ready to be computed."""
     ends: list[float] = field(default_factory=list)
-    """When each step ended."""
+    """End time of each step."""
     losses: list[float] = field(default_factory=list)
     padding: list[float] = field(default_factory=list)
-    """Share of each step's tokens that were padding, where the side says it."""
+    """Fraction of padding in each step's tokens, if the side reports it."""
     folder: str = ""
-    """Where the trained model is."""
+    """Folder of the trained model."""
     stop_at_first_batch: bool = False
 
     def batch_is_ready(self) -> None:
-        """To be called before each batch is computed."""
+        """Note that a batch is about to be computed. Call it before each batch."""
         self.first_batch = self.first_batch or time.perf_counter()
         if self.stop_at_first_batch:
             raise FirstBatch(self.first_batch)
 
 
 class FirstBatch(BaseException):
-    """Enough was seen: everything is there to compute the first batch, at this time."""
+    """Raised once the first batch is ready to be computed, with the time."""
 
 
 Side = Callable[[Case, Path, Path, list[Row], int], Trained]
-"""(case, model, empty folder, rows, steps) -> what was seen."""
+"""Function (case, model, empty folder, rows, steps) -> measurements."""
 
 
 def run_vembed(case: Case, model: Path, folder: Path, rows: list[Row], steps: int) -> Trained:
-    """As a user runs it: `vembed.train`."""
+    """Train the way a user does, with `vembed.train`."""
     import vembed
     from vembed.training.step import ContrastiveStep
 
@@ -110,7 +110,7 @@ def run_vembed(case: Case, model: Path, folder: Path, rows: list[Row], steps: in
 
 
 def run_sentence_transformers(case: Case, model: Path, folder: Path, rows: list[Row], steps: int) -> Trained:
-    """As its documentation says: the trainer, with the loss that fits, its collator, its defaults."""
+    """Train the way its documentation says: its trainer, matching loss, collator and defaults."""
     from datasets import Dataset
     from sentence_transformers import (
         SentenceTransformer,
@@ -179,7 +179,7 @@ def run_sentence_transformers(case: Case, model: Path, folder: Path, rows: list[
 
 
 def run_plain(case: Case, model: Path, folder: Path, rows: list[Row], steps: int) -> Trained:
-    """A minimal loop: pad each column, one forward per column, cross entropy, AdamW."""
+    """Train with a minimal loop: pad each column, one forward per column, cross entropy, AdamW."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
@@ -218,7 +218,7 @@ SIDES: dict[str, Side] = {
 
 
 def encode_vembed(model: Path, texts: list[str], max_length: int) -> tuple[float, np.ndarray]:
-    """Seconds for the texts with a loaded model, and their embeddings."""
+    """Return the seconds for the texts with a loaded model, and their embeddings."""
     import vembed
 
     embedder = vembed.Embedder(with_max_length(model, max_length))
@@ -229,7 +229,7 @@ def encode_vembed(model: Path, texts: list[str], max_length: int) -> tuple[float
 
 
 def encode_sentence_transformers(model: Path, texts: list[str], max_length: int) -> tuple[float, np.ndarray]:
-    """The same; its `encode` sorts by length, in batches of 32."""
+    """Return the same for the peer. Its `encode` sorts by length, in batches of 32."""
     from sentence_transformers import SentenceTransformer
 
     network = SentenceTransformer(str(with_max_length(model, max_length)), device="cpu")
@@ -240,7 +240,7 @@ def encode_sentence_transformers(model: Path, texts: list[str], max_length: int)
 
 
 def with_max_length(model: Path, max_length: int) -> Path:
-    """The folder itself, with another length of texts."""
+    """Set another maximum text length in the folder's config and return the folder."""
     settings = model / "sentence_bert_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"max_seq_length": max_length}))
     return model

@@ -1,4 +1,4 @@
-"""python -m benchmarks.step: one step against the plain padded one, and what memory costs: batch size, Gradient Cache,
+"""python -m benchmarks.step: a step against a plain padded one, and peak memory by batch size, Gradient Cache and
 gradient checkpointing. Every row is a training run in a process of its own."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MICRO_BATCH_TOKENS = 4096
 
 
 def run_here(case: Case, options: dict[str, Any]) -> dict[str, float]:
-    """Train the case in this process; seconds of the last step and the peak memory of the process."""
+    """Train the case in this process. Return the seconds of the last step and the process's peak memory."""
     import vembed
 
     with tempfile.TemporaryDirectory() as name:
@@ -57,7 +57,7 @@ def run_here(case: Case, options: dict[str, Any]) -> dict[str, float]:
 
 
 def run_apart(case: Case, options: dict[str, Any]) -> dict[str, float]:
-    """The same in a fresh process."""
+    """Train the case in a fresh process."""
     words = json.dumps({"case": asdict(case), "options": options})
     command = [sys.executable, "-m", "benchmarks.step", "--worker", words]
     done = subprocess.run(
@@ -69,7 +69,7 @@ def run_apart(case: Case, options: dict[str, Any]) -> dict[str, float]:
 
 
 def memory_table() -> str:
-    """Peak memory of the process as the batch grows, with the same budget."""
+    """Return the process's peak memory as the batch grows, with the same budget."""
     lines = ["| batch, texts of 64 tokens | peak GB | times the first |", "|---|---|---|"]
     first = 0.0
     for batch_size in (64, 512, 2048):
@@ -81,7 +81,7 @@ def memory_table() -> str:
 
 
 def mode_table(batch_size: int = 256) -> str:
-    """What the two ways of saving memory save, and what they cost."""
+    """Return the memory saved by Gradient Cache and gradient checkpointing, and their time."""
     lines = [f"| batch {batch_size}, 128 tokens | seconds per step | peak GB |", "|---|---|---|"]
     case = Case("modes", 128, batch_size=batch_size, steps=2, uniform=True)
     for name, options in MODES.items():

@@ -1,4 +1,4 @@
-"""python -m benchmarks.train: the same model, batches and loss on vembed and on a peer, in turns, as tables."""
+"""python -m benchmarks.train: the same model, batches and loss on vembed and on a peer, alternately, as tables."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from benchmarks.work import matrix_peak, useful_work
 from benchmarks.worker import AGREEMENT_STEPS, Answer, ask_once, running, training_task
 
 AGREEMENT = 1e-3
-"""The two sides' losses without dropout may differ by this much, relatively; else there is nothing to compare."""
+"""Largest relative difference of the two sides' losses without dropout. Beyond it there is nothing to compare."""
 SAME_EMBEDDINGS = 1e-4
 Ask = Callable[[str, dict[str, Any], int], Answer]
-"""(side, task, ranks) -> answer."""
+"""Function (side, task, ranks) -> answer."""
 
 
 def train_once(ask: Ask, side: str, case: Case, agreement_steps: int = AGREEMENT_STEPS) -> Answer:
-    """One side trains a case."""
+    """Train a case on one side."""
     with training_task(case, agreement_steps) as task:
         return ask(side, task, case.ranks)
 
 
 def difference(case: Case, ours: Answer, theirs: Answer) -> float:
-    """The largest relative difference of the losses, step by step, without dropout; refuses a large one."""
+    """Return the largest relative difference of the losses without dropout, step by step. Exit if it is too large."""
     pairs = list(zip(ours["losses"], theirs["losses"], strict=True))
     worst = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
     if worst > AGREEMENT:
@@ -45,7 +45,7 @@ def difference(case: Case, ours: Answer, theirs: Answer) -> float:
 
 
 def compare(ask: Ask, case: Case, peer: str, repeats: int, agreement_steps: int) -> dict[str, Any]:
-    """Both sides in turns; medians, and the ratio run by run."""
+    """Run both sides alternately. Return medians, and the ratio of each pair of runs."""
     peak = matrix_peak()
     runs = [
         (train_once(ask, "vembed", case, agreement_steps), train_once(ask, peer, case, agreement_steps))
@@ -67,7 +67,7 @@ def compare(ask: Ask, case: Case, peer: str, repeats: int, agreement_steps: int)
 
 
 def medians(answers: list[Answer]) -> dict[str, float]:
-    """Of each figure."""
+    """Return the median of each figure."""
     return {
         key: statistics.median(one[key] for one in answers)
         for key, value in answers[0].items()
@@ -76,7 +76,7 @@ def medians(answers: list[Answer]) -> dict[str, float]:
 
 
 def table(results: list[dict[str, Any]], peer: str) -> str:
-    """The results as a Markdown table."""
+    """Return the results as a Markdown table."""
     lines = [
         f"| case | vembed samples/s | {peer} samples/s | ratio (each run) | useful tokens/s "
         "| padding: vembed, by column | peak GB: vembed, peer | share of matrix peak | loss difference |",
@@ -94,13 +94,13 @@ def table(results: list[dict[str, Any]], peer: str) -> str:
 
 
 def ratio_cell(ratios: list[float]) -> str:
-    """The median, and in brackets all of them."""
+    """Return the median, with all values in brackets."""
     runs = f" ({', '.join(f'{ratio:.2f}' for ratio in ratios)})" if len(ratios) > 1 else ""
     return f"**{statistics.median(ratios):.2f}**{runs}"
 
 
 def matryoshka_line(ask: Ask, case: Case, repeats: int, agreement_steps: int) -> str:
-    """What four sizes cost vembed, against one size on the same batches; of each step the fastest run counts."""
+    """Return the cost of four Matryoshka sizes against one on the same batches. Of each step the fastest run counts."""
     runs: dict[bool, list[list[float]]] = {False: [], True: []}
     for _ in range(repeats):
         for mrl, found in runs.items():
@@ -110,7 +110,7 @@ def matryoshka_line(ask: Ask, case: Case, repeats: int, agreement_steps: int) ->
 
 
 def start_up_line(peer: str, repeats: int, warm_up: int = 1) -> str:
-    """From the start of the process to the first batch; in fresh processes, caches of the file system warm."""
+    """Return the time from process start to the first batch, in fresh processes with warm file system caches."""
     runs: list[tuple[float, float]] = []
     for _ in range(repeats + warm_up):
         ours, theirs = (train_once(ask_once, side, START_UP, 0)["first_batch_after"] for side in ("vembed", peer))
@@ -120,7 +120,7 @@ def start_up_line(peer: str, repeats: int, warm_up: int = 1) -> str:
 
 
 def encoding_line(ask: Ask, peer: str, repeats: int, num_texts: int, max_length: int) -> str:
-    """`Embedder.encode` against the peer's."""
+    """Return the speed of `Embedder.encode` against the peer's."""
     ratios, rates = [], []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as name:
@@ -143,7 +143,7 @@ def encoding_line(ask: Ask, peer: str, repeats: int, num_texts: int, max_length:
 
 
 def machine() -> str:
-    """What the figures hold for."""
+    """Return the machine and versions to which the figures apply."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "sentence-transformers"))
     return f"{_processor()}, {os.cpu_count()} cores, float32; Python {platform.python_version()}, {packages}"
 
@@ -156,7 +156,7 @@ def _processor() -> str:
 
 
 def quick(peer: str) -> None:
-    """Small cases, once each, in two processes that stay; start-up apart."""
+    """Run small cases once each, in two long-lived processes; start-up is measured separately."""
     with ExitStack() as stack:
         workers = {side: stack.enter_context(running(side)) for side in ("vembed", peer)}
 
@@ -177,7 +177,7 @@ def quick(peer: str) -> None:
 
 
 def full(peer: str, cases: list[Case], repeats: int) -> None:
-    """Every run in a process of its own, so that its peak memory is its own."""
+    """Run every case in a process of its own, so that peak memory is its own."""
     results = []
     for case in cases:
         results.append(compare(ask_once, case, peer, repeats, 1 if case.cached else AGREEMENT_STEPS))

@@ -1,4 +1,4 @@
-"""What a step's useful arithmetic is, what padding costs, and what the machine's plain matrix product reaches."""
+"""Useful arithmetic of a step, cost of padding, and the machine's speed on a plain matrix product."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vembed.training.budget import CPU_MICRO_BATCH_TOKENS
 
 
 def matrix_peak() -> float:
-    """FLOP/s of a float32 matrix product of the model's feed-forward size; the best of a few."""
+    """Return the FLOP/s of a float32 matrix product of the model's feed-forward size; the best of a few runs."""
     left, right = torch.randn(4096, 384), torch.randn(384, 1536)
     best = float("inf")
     for _ in range(30):
@@ -29,9 +29,9 @@ def matrix_peak() -> float:
 
 
 def useful_work(case: Case, skip: int = 0) -> tuple[float, float, tuple[float, float]]:
-    """Per timed step (`skip` come before them): distinct tokens without padding; their FLOPs forward and backward, and
-    once more with Gradient Cache; and the share of padding in sorted micro-batches, for models that need it, and column
-    by column."""
+    """Return, per timed step (after `skip` others): distinct tokens without padding; their FLOPs forward and
+    backward, and with Gradient Cache's extra forward; the fraction of padding in sorted micro-batches, for models
+    that pad, and in whole columns."""
     settings = json.loads((demo_model() / "config.json").read_text())
     hidden, inner, layers = settings["hidden_size"], settings["intermediate_size"], settings["num_hidden_layers"]
     featuriser = Featuriser(
@@ -51,7 +51,7 @@ def useful_work(case: Case, skip: int = 0) -> tuple[float, float, tuple[float, f
         by_column += sum(len(column) * max(column) for column in lengths)
         distinct = {one.key: one.length for column in columns for one in featuriser.features(column)}
         flat = list(distinct.values())
-        padded += microbatches.padded_tokens(flat, microbatches.plan(flat, CPU_MICRO_BATCH_TOKENS))
+        padded += microbatches.padded_tokens(flat, microbatches.split(flat, CPU_MICRO_BATCH_TOKENS))
         tokens += sum(flat)
         per_token = 2 * (4 * hidden * hidden + 2 * hidden * inner)
         flops += layers * sum(length * per_token + 4 * length * length * hidden for length in flat)

@@ -1,4 +1,4 @@
-"""A process of one side: it takes tasks (one as an argument, or one per line of standard input) and answers each."""
+"""Worker process of one side. It answers tasks: one as an argument, or one per line of standard input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AGREEMENT_STEPS = 2
 
 
 def train_task(side: str, case: Case, agreement_steps: int, folder: Path) -> Answer:
-    """Losses without dropout first; then the timed steps, of which the first makes the optimizer's state."""
+    """Return losses without dropout, then the timed steps. The first of those creates the optimizer's state."""
     agreed = Trained()
     if agreement_steps:
         rows = rows_of(case, agreement_steps)
@@ -51,7 +51,7 @@ def train_task(side: str, case: Case, agreement_steps: int, folder: Path) -> Ans
 
 
 def encode_task(side: str, num_texts: int, max_length: int, folder: Path) -> Answer:
-    """Encodes distinct functions of the standard library and leaves the embeddings in the folder."""
+    """Encode distinct functions of the standard library and leave the embeddings in the folder."""
     texts = [str(row["positive"]) for row in rows_of(Case("texts", max_length, batch_size=num_texts), 1)]
     shutil.copytree(demo_model(), folder / "model")
     seconds, embeddings = ENCODERS[side](folder / "model", texts, max_length)
@@ -61,7 +61,7 @@ def encode_task(side: str, num_texts: int, max_length: int, folder: Path) -> Ans
 
 
 def answer(side: str, task: dict[str, Any]) -> Answer:
-    """What the task names."""
+    """Run the named task and return its answer."""
     folder = Path(task["folder"])
     if "case" in task:
         return train_task(side, Case(**task["case"]), task["agreement_steps"], folder)
@@ -70,7 +70,7 @@ def answer(side: str, task: dict[str, Any]) -> Answer:
 
 @contextmanager
 def training_task(case: Case, agreement_steps: int = AGREEMENT_STEPS) -> Iterator[dict[str, Any]]:
-    """A case as a task, with a folder for it."""
+    """Return a case as a task, with a folder for it."""
     with tempfile.TemporaryDirectory() as name:
         for part in ("agree", "timed"):
             (Path(name) / part).mkdir()
@@ -79,7 +79,7 @@ def training_task(case: Case, agreement_steps: int = AGREEMENT_STEPS) -> Iterato
 
 
 class Worker:
-    """The parent's end of a process that takes many tasks."""
+    """Parent's handle of a process that takes many tasks."""
 
     def __init__(self, side: str) -> None:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `running`)
@@ -89,7 +89,7 @@ class Worker:
         )  # fmt: skip
 
     def ask(self, task: dict[str, Any]) -> Answer:
-        """Hand over a task and wait for the answer."""
+        """Send a task and wait for the answer."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(task) + "\n")
         self.process.stdin.flush()
@@ -103,7 +103,7 @@ class Worker:
 
 @contextmanager
 def running(side: str) -> Iterator[Worker]:
-    """A worker while the block runs."""
+    """Run a worker while the with-block runs."""
     worker = Worker(side)
     try:
         yield worker
@@ -115,7 +115,7 @@ def running(side: str) -> Iterator[Worker]:
 
 
 def ask_once(side: str, task: dict[str, Any], ranks: int = 1) -> Answer:
-    """One task in a fresh process, or in as many as the case has ranks."""
+    """Run one task in a fresh process, or in as many as the case has ranks."""
     words = [sys.executable, "-m"]
     environment = _environment()
     if ranks > 1:
@@ -135,7 +135,7 @@ def _environment() -> dict[str, str]:
 
 
 def _process_began() -> float:
-    """When this process was started, on the clock of time.perf_counter."""
+    """Return the time at which this process was started, by time.perf_counter."""
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     return ticks / os.sysconf("SC_CLK_TCK") + time.perf_counter() - time.clock_gettime(time.CLOCK_BOOTTIME)
 

@@ -1,11 +1,11 @@
-"""Fine-tuning from Python, and what comes out of it. Runs as it stands:
+"""Fine-tuning from Python, and use of the result. Runs without changes:
 
     python examples/train_api.py                                        one process, with the sample data
-    torchrun --nproc_per_node 2 examples/train_api.py                   two; on a CPU as well
+    torchrun --nproc_per_node 2 examples/train_api.py                   two processes; on a CPU as well
     python examples/train_api.py my/model my.jsonl use_fsdp=true        another model, other data, any option
 
-Every process runs the whole script. `vembed.train` joins them, wraps the model (one copy each, or shards), makes the
-optimizer from what is wrapped, trains, saves, and ends the process group, whatever happens in between.
+Every process runs the whole script. `vembed.train` joins them, wraps the model (replicas or shards), builds the
+optimizer after wrapping, trains, saves, and always ends the process group.
 """
 
 import os
@@ -29,7 +29,7 @@ def main() -> None:
         "batch_size": 32,  # per process; the loss sees the negatives of all
         "epochs": 1,
         "learning_rate": 1e-4,
-        "resume": "auto",  # goes on from a checkpoint where there is one
+        "resume": "auto",  # resumes from a checkpoint if there is one
     }
 
     # A dict, a path to a YAML file or a TrainConfig; then key=value, as on the command line.

@@ -42,7 +42,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, when it is asked for: `import vembed` alone loads no torch."""
+    """Import a public name on first access, so that `import vembed` does not import torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'vembed' has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""`python -m vembed` is the vembed command."""
+"""Entry point of `python -m vembed`: the vembed command."""
 
 from vembed.cli import main
 

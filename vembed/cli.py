@@ -1,4 +1,4 @@
-"""The `vembed` command: one verb, one call. Nothing heavy is imported before a verb needs it."""
+"""The `vembed` command line. Each verb imports its dependencies only when it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 WORDS_ARE_OURS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-"""For verbs that read their words themselves: every option of the config is a flag of theirs."""
+"""Settings of verbs that parse their arguments themselves, because every option of the config is a flag."""
 
 Words = Annotated[list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")]
 Nproc = Annotated[int, typer.Option("--nproc", min=1, help="Processes on this machine that share the work.")]
@@ -37,12 +37,12 @@ TrustRemoteCode = Annotated[
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     app()
 
 
 def guarded(function: Callable[[], int | None]) -> int:
-    """Call it and turn how it ends into an exit code: a user's mistake is one sentence, a bug keeps its traceback."""
+    """Call a function and return the exit code. A UserError is printed as a message; a bug keeps its traceback."""
     try:
         return function() or 0
     except UserError as error:
@@ -59,7 +59,7 @@ def guarded(function: Callable[[], int | None]) -> int:
 
 
 def run_process(verb: str, words: Sequence[str]) -> int:
-    """A verb as an entry point calls it: this is one process, and others are for the launcher to start."""
+    """Run a verb as one process; the launcher has started the others."""
     if verb == "train":
         return guarded(lambda: _train(words, starts_processes=False))
     try:
@@ -82,16 +82,14 @@ def eval(
         str, typer.Argument(help="A model folder (vembed's or any of Sentence Transformers) or a Hub name.")
     ],
     data: Annotated[str, typer.Argument(help="A BEIR-style folder, or a file of pairs or scored pairs.")],
-    dims: Annotated[str, typer.Option(help="Score at these sizes too, as 256,128. Default: the model's own.")] = "",
+    dims: Annotated[str, typer.Option(help="Also score at these sizes, as 256,128. Default: the model's own.")] = "",
     ks: Annotated[str, typer.Option(help="Cut-offs of the metrics.")] = "1,5,10,100",
     task: Annotated[str, typer.Option(help="auto, retrieval or similarity.")] = "auto",
-    split: Annotated[str | None, typer.Option(help="Which qrels of a BEIR-style folder. Default: test.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of the qrels of a BEIR-style folder. Default: test.")] = None,
     json_file: Annotated[str | None, typer.Option("--json", help="Write the scores to this file too.")] = None,
-    column_mapping: Annotated[str, typer.Option(help="As the option of that name: {question: query}.")] = "",
+    column_mapping: Annotated[str, typer.Option(help="Like the config option: {question: query}.")] = "",
     on_bad_record: Annotated[str, typer.Option(help="stop or skip.")] = "stop",
-    batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Padded tokens that go through the model at once.")
-    ] = None,
+    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Padded tokens per micro-batch.")] = None,
     torch_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
     strategy: Shards = "ddp",
@@ -145,9 +143,7 @@ def encode(
     ] = "",
     pooling: Annotated[str, typer.Option(help="--layers: cls, mean, last, ... Default: the model's own.")] = "",
     image_root: Annotated[str | None, typer.Option(help="Where relative image paths start, and must stay.")] = None,
-    batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Padded tokens that go through the model at once.")
-    ] = None,
+    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Padded tokens per micro-batch.")] = None,
     torch_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
     strategy: Shards = "ddp",
@@ -258,7 +254,7 @@ def plan(words: Words = None) -> None:
     def call() -> int:
         from vembed.tools.plan import run_plan
 
-        # As a dry run: it needs no machine's number, and may speak of GPUs that are elsewhere.
+        # A dry run needs no machine rank, and may describe GPUs of other machines.
         return run_plan(_arguments("plan", plan.__doc__, [*(words or []), "--dry-run"]))
 
     _end(call)
@@ -378,7 +374,7 @@ def schema(
 
 @app.command()
 def version() -> None:
-    """Print the versions of vembed, Python and the libraries it stands on."""
+    """Print the versions of vembed, Python and its main dependencies."""
     _end(_print_versions)
 
 
@@ -420,7 +416,7 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
 
 
 def _arguments(verb: str, about: str | None, words: Sequence[str]) -> TrainArguments:
-    """The words of a verb that takes those of train."""
+    """Parse the arguments of a verb that takes those of train."""
     from vembed.config.arguments import parse_train_arguments
 
     if {"-h", "--help"} & set(words):
@@ -439,21 +435,21 @@ def _say_error(error: Exception, code: int) -> int:
 
 
 def _say(text: str) -> None:
-    """The exit code says it too, where the terminal is closed."""
+    """Write to stderr. A closed terminal is ignored: the exit code carries the result too."""
     with suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
 def _share(ctx: typer.Context, nproc: int) -> int | None:
-    """Start the same command on several processes and return its exit code; None where this is one of them."""
+    """Start the same command on several processes and return its exit code; None inside such a process."""
     if nproc == 1 or os.environ.get("LOCAL_RANK"):
         return None
-    from vembed.distributed.launch import launch, rank_environments
+    from vembed.distributed.launch import rank_environments, run_ranks
 
     verb = ctx.info_name or ""
     words = sys.argv[sys.argv.index(verb) :] if verb in sys.argv else [verb, *sys.argv[1:]]
-    return launch([sys.executable, "-m", "vembed", *words], rank_environments(nproc))
+    return run_ranks([sys.executable, "-m", "vembed", *words], rank_environments(nproc))
 
 
 def _numbers(flag: str, text: str) -> list[int]:
@@ -477,7 +473,7 @@ def _word(flag: str, word: str, words: Sequence[str]) -> Any:
 
 
 def _option(name: str, text: str) -> Any:
-    """A value as the option of the config takes it."""
+    """Parse a value like the config option of that name."""
     from vembed.config.options import checked
     from vembed.config.spelling import from_text, normalise
 

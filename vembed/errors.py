@@ -1,16 +1,16 @@
-"""How a run ends other than well: a user's mistake, a run that cannot go on, a run that was asked to stop."""
+"""Exceptions that end a run: user errors, run errors and requested stops."""
 
 
 class UserError(Exception):
-    """A mistake in the config, the data or the environment: the values involved and the way out. Exit code 2."""
+    """An error in the config, the data or the environment; the message gives values and a solution. Exit code 2."""
 
 
 class RunError(Exception):
-    """A run that cannot go on (out of memory, numbers that are none, a full disk), with what to change. Exit code 1."""
+    """A run that cannot continue (out of memory, non-finite values, full disk), with advice. Exit code 1."""
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the run was asked to stop, and has saved
-    """A run that a signal or its time limit stopped after a checkpoint was saved. Exit code 128 + signal."""
+    """A stop by a signal or the time limit, after a checkpoint was saved. Exit code 128 + signal, or 0."""
 
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)
@@ -18,5 +18,5 @@ class Stopped(Exception):  # noqa: N818 - not an error: the run was asked to sto
 
     @property
     def exit_code(self) -> int:
-        """What the process exits with."""
+        """Exit code of the process."""
         return 128 + self.signum if self.signum else 0

@@ -279,7 +279,7 @@ def test_export_says_where_the_model_is(vembed: Command) -> None:
 def test_init_does_not_write_over_a_file(vembed: Command) -> None:
     Path("vembed.yaml").write_text("mine")
     done = vembed("init")
-    assert done.code == 2 and "vembed.yaml is there already" in done.err
+    assert done.code == 2 and "vembed.yaml exists already" in done.err
     assert Path("vembed.yaml").read_text() == "mine"
     assert vembed("init", "--force").code == 0
     assert "did you mean 'clip'" in vembed("init", "--family", "clipp", "--output", "a.yaml").err

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vembed.data.batches import BatchPlan, ContentKeys, rank_rows
+from vembed.data.batches import BatchSchedule, ContentKeys, rank_rows
 from vembed.errors import UserError
 
 
-def epoch_of(plan: BatchPlan, epoch: int) -> list[np.ndarray]:
-    return [plan.batch(epoch, step) for step in range(plan.steps_per_epoch)]
+def epoch_of(batch_schedule: BatchSchedule, epoch: int) -> list[np.ndarray]:
+    return [batch_schedule.batch(epoch, step) for step in range(batch_schedule.steps_per_epoch)]
 
 
 def make_keys(rows: list[list[int]]) -> ContentKeys:
@@ -27,45 +27,45 @@ def make_keys(rows: list[list[int]]) -> ContentKeys:
 def test_every_example_once_but_the_last_incomplete_batch(size: int, batch: int, seed: int, epoch: int) -> None:
     if size < batch:
         with pytest.raises(UserError, match=f"{size:,d}.*{batch:,d}"):
-            BatchPlan([size], batch, seed)
+            BatchSchedule([size], batch, seed)
         return
-    plan = BatchPlan([size], batch, seed)
-    batches = epoch_of(plan, epoch)
-    assert plan.steps_per_epoch == size // batch
-    assert plan.num_left_out == size % batch
+    batch_schedule = BatchSchedule([size], batch, seed)
+    batches = epoch_of(batch_schedule, epoch)
+    assert batch_schedule.steps_per_epoch == size // batch
+    assert batch_schedule.num_left_out == size % batch
     assert all(len(rows) == batch and rows.dtype == np.int64 for rows in batches)
     drawn = np.concatenate(batches)
-    assert len(set(drawn.tolist())) == len(drawn) == size - plan.num_left_out
+    assert len(set(drawn.tolist())) == len(drawn) == size - batch_schedule.num_left_out
     assert drawn.min() >= 0
     assert drawn.max() < size
 
 
 def test_pure_function_of_seed_epoch_and_step() -> None:
-    used, fresh = BatchPlan([100], 8, seed=3), BatchPlan([100], 8, seed=3)
+    used, fresh = BatchSchedule([100], 8, seed=3), BatchSchedule([100], 8, seed=3)
     for epoch in (4, 0, 2):
         epoch_of(used, epoch)
     assert np.array_equal(used.batch(1, 7), fresh.batch(1, 7))
     assert not np.array_equal(used.batch(1, 7), used.batch(2, 7))
-    assert not np.array_equal(used.batch(1, 7), BatchPlan([100], 8, seed=4).batch(1, 7))
+    assert not np.array_equal(used.batch(1, 7), BatchSchedule([100], 8, seed=4).batch(1, 7))
 
 
 def test_the_order_is_the_same_in_every_release() -> None:
     # A change here breaks the resuming of runs that an older release has begun.
-    assert BatchPlan([10], 5, seed=42).batch(0, 0).tolist() == [7, 3, 4, 2, 5]
-    assert BatchPlan([6, 4], 5, seed=1, weights=[0.5, 2.0]).batch(3, 1).tolist() == [8, 4, 8, 6, 7]
+    assert BatchSchedule([10], 5, seed=42).batch(0, 0).tolist() == [7, 3, 4, 2, 5]
+    assert BatchSchedule([6, 4], 5, seed=1, weights=[0.5, 2.0]).batch(3, 1).tolist() == [8, 4, 8, 6, 7]
 
 
 def test_what_a_caller_does_with_a_batch_changes_no_other() -> None:
-    plan = BatchPlan([10], 5, seed=0)
-    expected = plan.batch(0, 0).tolist()
-    plan.batch(0, 0)[:] = -1
-    assert plan.batch(0, 0).tolist() == expected
+    batch_schedule = BatchSchedule([10], 5, seed=0)
+    expected = batch_schedule.batch(0, 0).tolist()
+    batch_schedule.batch(0, 0)[:] = -1
+    assert batch_schedule.batch(0, 0).tolist() == expected
 
 
 @pytest.mark.parametrize("step", [-1, 3])
 def test_a_step_outside_of_the_epoch_is_a_bug(step: int) -> None:
     with pytest.raises(IndexError):
-        BatchPlan([10], 3, seed=0).batch(0, step)
+        BatchSchedule([10], 3, seed=0).batch(0, step)
 
 
 @given(st.integers(1, 100), st.integers(1, 9))
@@ -88,11 +88,11 @@ def test_ranks_share_the_batch(num_rows: int, world_size: int) -> None:
 )
 def test_weights(sources: list[tuple[int, float]], homogeneous: bool, seed: int) -> None:
     sizes, weights = [size for size, _ in sources], [weight for _, weight in sources]
-    plan = BatchPlan(sizes, 1, seed, weights=weights, homogeneous=homogeneous)
+    batch_schedule = BatchSchedule(sizes, 1, seed, weights=weights, homogeneous=homogeneous)
     first = np.cumsum([0, *sizes])
     counts: Counter[int] = Counter()
     for epoch in range(4):
-        drawn = np.concatenate(epoch_of(plan, epoch))
+        drawn = np.concatenate(epoch_of(batch_schedule, epoch))
         counts.update(drawn.tolist())
         for source, (size, weight) in enumerate(sources):
             here = ((drawn >= first[source]) & (drawn < first[source + 1])).sum()
@@ -103,33 +103,33 @@ def test_weights(sources: list[tuple[int, float]], homogeneous: bool, seed: int)
 
 
 def test_half_weight_draws_the_other_half_in_the_next_epoch() -> None:
-    plan = BatchPlan([20], 5, seed=0, weights=[0.5])
-    assert plan.steps_per_epoch == 2
-    first, second = np.concatenate(epoch_of(plan, 0)), np.concatenate(epoch_of(plan, 1))
+    batch_schedule = BatchSchedule([20], 5, seed=0, weights=[0.5])
+    assert batch_schedule.steps_per_epoch == 2
+    first, second = np.concatenate(epoch_of(batch_schedule, 0)), np.concatenate(epoch_of(batch_schedule, 1))
     assert sorted([*first, *second]) == list(range(20))
 
 
 def test_sources_are_mixed() -> None:
-    plan = BatchPlan([1000, 1000], 100, seed=0)
-    shares = [(rows < 1000).mean() for rows in epoch_of(plan, 0)]
-    assert min(shares) > 0.3
-    assert max(shares) < 0.7
+    batch_schedule = BatchSchedule([1000, 1000], 100, seed=0)
+    rank_batches = [(rows < 1000).mean() for rows in epoch_of(batch_schedule, 0)]
+    assert min(rank_batches) > 0.3
+    assert max(rank_batches) < 0.7
 
 
 def test_homogeneous_batches() -> None:
-    plan = BatchPlan([103, 51, 17], 10, seed=0, homogeneous=True)
-    assert plan.steps_per_epoch == 10 + 5 + 1
-    assert plan.num_left_out == 3 + 1 + 7
-    sources = [set(np.searchsorted([103, 154], rows, side="right").tolist()) for rows in epoch_of(plan, 0)]
+    batch_schedule = BatchSchedule([103, 51, 17], 10, seed=0, homogeneous=True)
+    assert batch_schedule.steps_per_epoch == 10 + 5 + 1
+    assert batch_schedule.num_left_out == 3 + 1 + 7
+    sources = [set(np.searchsorted([103, 154], rows, side="right").tolist()) for rows in epoch_of(batch_schedule, 0)]
     assert all(len(one) == 1 for one in sources)
     assert sources != sorted(sources, key=min), "in mixed order"
-    drawn = np.concatenate(epoch_of(plan, 0))
+    drawn = np.concatenate(epoch_of(batch_schedule, 0))
     assert len(set(drawn.tolist())) == len(drawn)
 
 
 def test_homogeneous_refuses_a_source_that_would_never_be_drawn() -> None:
     with pytest.raises(UserError, match=r"small\.jsonl.*7.*10"):
-        BatchPlan([100, 7], 10, 0, homogeneous=True, names=["big.jsonl", "small.jsonl"])
+        BatchSchedule([100, 7], 10, 0, homogeneous=True, names=["big.jsonl", "small.jsonl"])
 
 
 @settings(max_examples=60)
@@ -142,75 +142,77 @@ def test_homogeneous_refuses_a_source_that_would_never_be_drawn() -> None:
 def test_no_duplicates(rows: list[list[int]], batch: int, seed: int, homogeneous: bool) -> None:
     sizes = [len(rows) // 2, len(rows) - len(rows) // 2]
     try:
-        plan = BatchPlan(sizes, batch, seed, keys=make_keys(rows), homogeneous=homogeneous)
+        batch_schedule = BatchSchedule(sizes, batch, seed, keys=make_keys(rows), homogeneous=homogeneous)
     except UserError as error:
         assert "no_duplicates" in str(error)
         return
     for epoch in range(3):
-        batches = epoch_of(plan, epoch)
+        batches = epoch_of(batch_schedule, epoch)
         for indices in batches:
             seen: set[int] = set()
             for index in indices:
                 assert seen.isdisjoint(rows[index])
                 seen.update(rows[index])
-    drawn = np.concatenate(epoch_of(plan, 0)).tolist()
+    drawn = np.concatenate(epoch_of(batch_schedule, 0)).tolist()
     assert len(set(drawn)) == len(drawn)
-    assert len(drawn) + plan.num_left_out == len(rows)
+    assert len(drawn) + batch_schedule.num_left_out == len(rows)
 
 
 def test_no_duplicates_loses_only_the_remainder() -> None:
     # 20,000 pairs over 5,000 documents: each document four times, as in real collections.
     documents = np.random.default_rng(0).integers(0, 5_000, 20_000)
-    plan = BatchPlan([20_000], 512, seed=0, keys=make_keys([[100_000 + i, int(d)] for i, d in enumerate(documents)]))
-    assert plan.steps_per_epoch == 20_000 // 512
-    assert plan.num_left_out == 20_000 % 512
-    for indices in epoch_of(plan, 1):
+    batch_schedule = BatchSchedule(
+        [20_000], 512, seed=0, keys=make_keys([[100_000 + i, int(d)] for i, d in enumerate(documents)])
+    )
+    assert batch_schedule.steps_per_epoch == 20_000 // 512
+    assert batch_schedule.num_left_out == 20_000 % 512
+    for indices in epoch_of(batch_schedule, 1):
         assert len(set(documents[indices].tolist())) == 512
 
 
 def test_no_duplicates_without_duplicates_changes_nothing() -> None:
-    plain = BatchPlan([50], 8, seed=5)
-    distinct = BatchPlan([50], 8, seed=5, keys=make_keys([[i, 1000 + i] for i in range(50)]))
+    plain = BatchSchedule([50], 8, seed=5)
+    distinct = BatchSchedule([50], 8, seed=5, keys=make_keys([[i, 1000 + i] for i in range(50)]))
     assert np.array_equal(np.stack(epoch_of(plain, 2)), np.stack(epoch_of(distinct, 2)))
 
 
 def test_an_example_that_repeats_itself_is_no_duplicate() -> None:
-    plan = BatchPlan([8], 4, seed=0, keys=make_keys([[i, i] for i in range(8)]))
-    assert plan.steps_per_epoch == 2
+    batch_schedule = BatchSchedule([8], 4, seed=0, keys=make_keys([[i, i] for i in range(8)]))
+    assert batch_schedule.steps_per_epoch == 2
 
 
 def test_one_text_in_most_examples_is_left_out_and_counted() -> None:
     rows = [[i, 10_000] if i < 700 else [i] for i in range(1000)]
-    plan = BatchPlan([1000], 10, seed=0, keys=make_keys(rows))
-    assert plan.steps_per_epoch <= 300 // 9
-    assert plan.num_left_out == 1000 - plan.steps_per_epoch * 10
-    assert plan.steps_per_epoch >= 28
+    batch_schedule = BatchSchedule([1000], 10, seed=0, keys=make_keys(rows))
+    assert batch_schedule.steps_per_epoch <= 300 // 9
+    assert batch_schedule.num_left_out == 1000 - batch_schedule.steps_per_epoch * 10
+    assert batch_schedule.steps_per_epoch >= 28
 
 
 def test_nothing_fits_without_duplicates() -> None:
     with pytest.raises(UserError, match=r"no_duplicates.*100 of 100"):
-        BatchPlan([100], 2, seed=0, keys=make_keys([[i, 777] for i in range(100)]))
+        BatchSchedule([100], 2, seed=0, keys=make_keys([[i, 777] for i in range(100)]))
 
 
 def test_the_deferred_do_not_cost_quadratic_time() -> None:
     rows = [[i, 10**9 + i % 3] for i in range(60_000)]
     start = time.perf_counter()
-    plan = BatchPlan([60_000], 3, seed=0, keys=make_keys(rows))
-    assert plan.num_left_out < 3_000
+    batch_schedule = BatchSchedule([60_000], 3, seed=0, keys=make_keys(rows))
+    assert batch_schedule.num_left_out < 3_000
     assert time.perf_counter() - start < 3
 
 
 def test_summary_names_what_is_left_out() -> None:
-    assert "3 of 103" in BatchPlan([103], 10, seed=0).summary()
-    assert "left out" not in BatchPlan([100], 10, seed=0).summary()
+    assert "3 of 103" in BatchSchedule([103], 10, seed=0).summary()
+    assert "left out" not in BatchSchedule([100], 10, seed=0).summary()
 
 
 def test_a_million_examples() -> None:
     start = time.perf_counter()
-    plan = BatchPlan([1_000_000], 1024, seed=0)
-    plan.batch(0, 0)
+    batch_schedule = BatchSchedule([1_000_000], 1024, seed=0)
+    batch_schedule.batch(0, 0)
     assert time.perf_counter() - start < 3
     start = time.perf_counter()
     for step in range(500):
-        plan.batch(0, step)
+        batch_schedule.batch(0, step)
     assert (time.perf_counter() - start) / 500 < 1e-3

@@ -33,7 +33,7 @@ LONGEST_LINE = 3000
 SUFFIXES = [".jsonl", ".json", ".csv", ".tsv", ".parquet"]
 
 
-def share(percent: int) -> settings:
+def rank_batch(percent: int) -> settings:
     """So many of all inputs."""
     return settings(
         max_examples=max(1, NUM_INPUTS * percent // 100),
@@ -122,7 +122,7 @@ broken_lines = st.one_of(
 )
 
 
-@share(25)
+@rank_batch(25)
 @given(st.lists(st.tuples(st.just(True), pairs) | st.tuples(st.just(False), broken_lines), min_size=1, max_size=12))
 def test_json_lines(lines: list[tuple[bool, Any]]) -> None:
     good = [pair for is_good, pair in lines if is_good]
@@ -137,7 +137,7 @@ def test_json_lines(lines: list[tuple[bool, Any]]) -> None:
         check(path, good, len(lines) - len(good))
 
 
-@share(10)
+@rank_batch(10)
 @given(
     st.lists(st.tuples(st.just(True), pairs) | st.tuples(st.just(False), wrong_json), min_size=1, max_size=8),
     st.integers(0, 3),
@@ -170,7 +170,7 @@ broken_rows = st.sampled_from(
 )
 
 
-@share(20)
+@rank_batch(20)
 @given(
     st.lists(st.tuples(st.just(True), pairs) | st.tuples(st.just(False), broken_rows), min_size=1, max_size=12),
     st.sampled_from(["\n", "\r\n"]),
@@ -183,7 +183,7 @@ def test_csv(rows: list[tuple[bool, Any]], ending: str) -> None:
         check(path, good, len(rows) - len(good))
 
 
-@share(10)
+@rank_batch(10)
 @given(
     st.lists(
         st.tuples(st.just(True), pairs)
@@ -213,7 +213,7 @@ def _row(row: tuple[bool, Any], delimiter: str, ending: str) -> bytes:
     return buffer.getvalue().encode()
 
 
-@share(10)
+@rank_batch(10)
 @given(st.lists(pairs | st.tuples(good_texts, st.sampled_from(["", " ", "\0", None])), min_size=1, max_size=12))
 def test_parquet(rows: list[tuple[str, str | None]]) -> None:
     good = [(query, positive) for query, positive in rows if positive is not None and positive.strip(" \0")]
@@ -224,7 +224,7 @@ def test_parquet(rows: list[tuple[str, str | None]]) -> None:
         check(path, good, len(rows) - len(good))
 
 
-@share(5)
+@rank_batch(5)
 @given(st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=20), st.floats(0, 1))
 def test_damaged_parquet(damage: list[tuple[float, int]], keep: float) -> None:
     buffer = io.BytesIO()
@@ -235,7 +235,7 @@ def test_damaged_parquet(damage: list[tuple[float, int]], keep: float) -> None:
     readable_or_named(".parquet", bytes(data) if keep > 0.5 else bytes(data[: int(len(data) * keep)]))
 
 
-@share(10)
+@rank_batch(10)
 @given(
     st.sampled_from(SUFFIXES), st.binary(max_size=300) | st.text(max_size=300).map(lambda text: text.encode("utf-16"))
 )
@@ -266,7 +266,7 @@ broken_images = st.one_of(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL.*")
-@share(10)
+@rank_batch(10)
 @given(st.lists(st.just(PICTURE) | broken_images, min_size=1, max_size=8))
 def test_images(contents: list[bytes | None]) -> None:
     with folder() as place:

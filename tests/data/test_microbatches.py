@@ -25,9 +25,9 @@ def padded_size(lengths: list[int], rows: list[int]) -> int:
 def test_every_index_once_within_the_budget(
     lengths: list[int], budget: int, max_rows: int | None, at_least: int
 ) -> None:
-    plan = microbatches.plan(lengths, budget, max_rows, at_least)
-    assert sorted(itertools.chain.from_iterable(plan)) == list(range(len(lengths)))
-    for rows in plan:
+    split = microbatches.split(lengths, budget, max_rows, at_least)
+    assert sorted(itertools.chain.from_iterable(split)) == list(range(len(lengths)))
+    for rows in split:
         assert len(rows) <= 1 or padded_size(lengths, rows) <= budget
         assert max_rows is None or len(rows) <= max_rows
 
@@ -35,40 +35,40 @@ def test_every_index_once_within_the_budget(
 @given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 80))
 def test_number_of_micro_batches(lengths: list[int], budget: int, max_rows: int | None, at_least: int) -> None:
     alone = microbatches.num_micro_batches(lengths, budget, max_rows)
-    plan = microbatches.plan(lengths, budget, max_rows, at_least)
-    assert len(plan) == max(alone, at_least)
+    split = microbatches.split(lengths, budget, max_rows, at_least)
+    assert len(split) == max(alone, at_least)
     assert (alone == 0) == (not lengths)
-    num_empty = sum(not rows for rows in plan)
+    num_empty = sum(not rows for rows in split)
     assert num_empty == max(0, at_least - max(alone, len(lengths)))
-    assert all(not rows for rows in plan[len(plan) - num_empty :]), "empty ones stand at the end"
+    assert all(not rows for rows in split[len(split) - num_empty :]), "empty ones stand at the end"
 
 
 @given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 80))
 def test_sorted_longest_first(lengths: list[int], budget: int, max_rows: int | None, at_least: int) -> None:
-    plan = microbatches.plan(lengths, budget, max_rows, at_least)
-    in_order = [lengths[row] for rows in plan for row in rows]
+    split = microbatches.split(lengths, budget, max_rows, at_least)
+    in_order = [lengths[row] for rows in split for row in rows]
     assert in_order == sorted(lengths, reverse=True)
 
 
 @given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 40))
 def test_splitting_finer_never_pads_more(lengths: list[int], budget: int, max_rows: int | None, at_least: int) -> None:
-    coarse = microbatches.plan(lengths, budget, max_rows, at_least)
-    finer = microbatches.plan(lengths, budget, max_rows, at_least + 3)
+    coarse = microbatches.split(lengths, budget, max_rows, at_least)
+    finer = microbatches.split(lengths, budget, max_rows, at_least + 3)
     assert microbatches.padded_tokens(lengths, finer) <= microbatches.padded_tokens(lengths, coarse)
 
 
 @given(LENGTHS, BUDGETS, MAX_ROWS)
 def test_padded_tokens_is_what_the_model_sees(lengths: list[int], budget: int, max_rows: int | None) -> None:
-    plan = microbatches.plan(lengths, budget, max_rows)
-    assert microbatches.padded_tokens(lengths, plan) == sum(padded_size(lengths, rows) for rows in plan)
-    assert microbatches.padded_tokens(lengths, plan) >= sum(lengths)
-    assert microbatches.padded_tokens(lengths, [*plan, []]) == microbatches.padded_tokens(lengths, plan)
+    split = microbatches.split(lengths, budget, max_rows)
+    assert microbatches.padded_tokens(lengths, split) == sum(padded_size(lengths, rows) for rows in split)
+    assert microbatches.padded_tokens(lengths, split) >= sum(lengths)
+    assert microbatches.padded_tokens(lengths, [*split, []]) == microbatches.padded_tokens(lengths, split)
 
 
 @given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 40))
 def test_pure(lengths: list[int], budget: int, max_rows: int | None, at_least: int) -> None:
-    first = microbatches.plan(lengths, budget, max_rows, at_least)
-    assert first == microbatches.plan(np.asarray(lengths, dtype=np.int32), budget, max_rows, at_least)
+    first = microbatches.split(lengths, budget, max_rows, at_least)
+    assert first == microbatches.split(np.asarray(lengths, dtype=np.int32), budget, max_rows, at_least)
     assert all(type(row) is int for rows in first for row in rows)
 
 
@@ -91,50 +91,50 @@ def best_cost(ordered: list[int], budget: int, max_rows: int | None, per_micro_b
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 300), st.none() | st.integers(1, 5))
 def test_no_cut_is_cheaper(lengths: list[int], budget: int, max_rows: int | None) -> None:
     price = microbatches.price(max(lengths), budget, max_rows)
-    plan = microbatches.plan(lengths, budget, max_rows)
-    cost = microbatches.padded_tokens(lengths, plan) + price * len(plan)
+    split = microbatches.split(lengths, budget, max_rows)
+    cost = microbatches.padded_tokens(lengths, split) + price * len(split)
     assert cost == best_cost(sorted(lengths, reverse=True), budget, max_rows, price)
 
 
 def test_padding_almost_disappears() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(4.0, 0.8, 1024), 5, 512).astype(int).tolist()
-    plan = microbatches.plan(lengths, 4096)
-    padding = 1 - sum(lengths) / microbatches.padded_tokens(lengths, plan)
+    split = microbatches.split(lengths, 4096)
+    padding = 1 - sum(lengths) / microbatches.padded_tokens(lengths, split)
     assert padding < 0.06
     assert 1 - sum(lengths) / (max(lengths) * len(lengths)) > 0.8, "in one padded block"
 
 
 def test_equal_lengths_are_cut_into_full_micro_batches() -> None:
-    assert [len(rows) for rows in microbatches.plan([10] * 12, 40)] == [4, 4, 4]
-    assert [len(rows) for rows in microbatches.plan([10] * 12, 10_000, max_rows=5)] == [5, 5, 2]
+    assert [len(rows) for rows in microbatches.split([10] * 12, 40)] == [4, 4, 4]
+    assert [len(rows) for rows in microbatches.split([10] * 12, 10_000, max_rows=5)] == [5, 5, 2]
 
 
 def test_splits_the_largest_in_balance() -> None:
-    assert [len(rows) for rows in microbatches.plan([8] * 8, 64, at_least=2)] == [4, 4]
-    assert [len(rows) for rows in microbatches.plan([8] * 8, 64, at_least=4)] == [2, 2, 2, 2]
+    assert [len(rows) for rows in microbatches.split([8] * 8, 64, at_least=2)] == [4, 4]
+    assert [len(rows) for rows in microbatches.split([8] * 8, 64, at_least=4)] == [2, 2, 2, 2]
     lengths = [64, 16, 16, 16, 16]
-    sizes = [padded_size(lengths, rows) for rows in microbatches.plan(lengths, 999, at_least=2)]
+    sizes = [padded_size(lengths, rows) for rows in microbatches.split(lengths, 999, at_least=2)]
     assert sizes == [64, 64]
 
 
 def test_an_item_longer_than_the_budget_is_alone() -> None:
-    assert microbatches.plan([5, 100, 3], 40) == [[1], [0, 2]]
+    assert microbatches.split([5, 100, 3], 40) == [[1], [0, 2]]
 
 
 def test_fewer_items_than_asked_for() -> None:
-    assert microbatches.plan([5, 7], 100, at_least=4) == [[1], [0], [], []]
-    assert microbatches.plan([], 100, at_least=2) == [[], []]
-    assert microbatches.plan([], 100) == []
+    assert microbatches.split([5, 7], 100, at_least=4) == [[1], [0], [], []]
+    assert microbatches.split([], 100, at_least=2) == [[], []]
+    assert microbatches.split([], 100) == []
 
 
 @pytest.mark.parametrize(("lengths", "budget", "max_rows"), [([0], 10, None), ([3], 0, None), ([3], 10, 0)])
 def test_nonsense_is_refused(lengths: list[int], budget: int, max_rows: int | None) -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        microbatches.plan(lengths, budget, max_rows)
+        microbatches.split(lengths, budget, max_rows)
 
 
 def test_fast_enough_for_every_step() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(4.0, 0.8, 8192), 5, 512).astype(int)
     start = time.perf_counter()
-    microbatches.plan(lengths, 16_384)
+    microbatches.split(lengths, 16_384)
     assert time.perf_counter() - start < 0.5

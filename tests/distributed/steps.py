@@ -64,18 +64,18 @@ def config_of(folder: Any, **options: Any) -> TrainConfig:
 
 
 def parts_of(featuriser: Featuriser, rank: int, micro_batch: int) -> list[tuple[str, dict[str, Tensor]]]:
-    """The inputs of one forward: different on every rank, with different lengths, all lanes together."""
+    """The inputs of one forward: different on every rank, with different lengths, all modalities together."""
     draw = np.random.default_rng(1000 * rank + micro_batch)
     parts = []
-    for lane in featuriser.description.lanes:
-        if lane == "image":
+    for modality in featuriser.description.modalities:
+        if modality == "image":
             pixels = draw.integers(0, 255, (2, 24, 24, 3), dtype=np.uint8)
             items = [Item(images=(ImageRef(data=_png(one)),)) for one in pixels]
         else:
             words = ["red", "green", "house", "river", "string", "value"]
             items = [Item(text=" ".join(draw.choice(words, 2 + rank + one))) for one in range(2 + rank % 2)]
         features = featuriser.features([(item, "document") for item in items])
-        parts.append((lane, featuriser.collate(features)))
+        parts.append((modality, featuriser.collate(features)))
     return parts
 
 
@@ -87,8 +87,8 @@ def share_of_loss(outputs: list[Tensor]) -> Tensor:
 
 def cast(parts: list[tuple[str, dict[str, Tensor]]], dtype: torch.dtype) -> list[tuple[str, dict[str, Tensor]]]:
     return [
-        (lane, {key: one.to(dtype) if one.is_floating_point() else one for key, one in inputs.items()})
-        for lane, inputs in parts
+        (modality, {key: one.to(dtype) if one.is_floating_point() else one for key, one in inputs.items()})
+        for modality, inputs in parts
     ]
 
 

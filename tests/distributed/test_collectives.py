@@ -36,7 +36,7 @@ def everything(counts: list[int]) -> dict[str, Any]:
     collectives.broadcast_tensors(values, source=size - 1)
     seen["broadcast"] = values
     alike = {"same": torch.ones(3), "zero": torch.tensor([0.0, -0.0]), "other": torch.full((2,), float(rank))}
-    seen["different"], seen["equalised"] = collectives.equalise(alike), alike["other"]
+    seen["different"], seen["equalised"] = collectives.sync_from_rank0(alike), alike["other"]
     seen["json"] = collectives.broadcast_json({"rank": rank, "names": ["a", None, 1.5]}, source=size - 1)
     seen["all_json"] = collectives.gather_objects_as_json({"rank": rank, "text": "x" * (10 * rank)})
     collectives.barrier()
@@ -93,15 +93,15 @@ def averaged_gradients(average: bool) -> tuple[list[Tensor | None], dict[str, in
 
 @pytest.mark.parametrize("average", [True, False])
 def test_gradients_of_copies_with_some_missing(average: bool) -> None:
-    share = 0.5 if average else 1.0
+    rank_batch = 0.5 if average else 1.0
     for gradients, counts in run_ranks(averaged_gradients, 2, average):
-        assert torch.equal(gradients[0], torch.full((3, 5), 3.0 * share))
-        assert torch.equal(gradients[1], torch.arange(7.0) * share)  # rank 0 has none: it counts as zero
+        assert torch.equal(gradients[0], torch.full((3, 5), 3.0 * rank_batch))
+        assert torch.equal(gradients[1], torch.arange(7.0) * rank_batch)  # rank 0 has none: it counts as zero
         assert gradients[2] is None  # nobody has one
-        assert torch.equal(gradients[3], torch.arange(4.0) * share)
-        assert float(gradients[4]) == 8.0 * share
+        assert torch.equal(gradients[3], torch.arange(4.0) * rank_batch)
+        assert float(gradients[4]) == 8.0 * rank_batch
         # Added up in float32, then rounded once.
-        assert torch.equal(gradients[5], torch.full((6,), (1 + 1 / 256) * share).bfloat16())
+        assert torch.equal(gradients[5], torch.full((6,), (1 + 1 / 256) * rank_batch).bfloat16())
         assert gradients[6] is None
         assert counts == {"max_ints": 1, "all_reduce_gradients": 1}
 

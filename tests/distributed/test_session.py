@@ -20,8 +20,8 @@ from tests.harness import free_port, rank_outcomes, run_ranks
 from tests.tiny import shared, tiny_bert
 from vembed.config.fsdp import FsdpConfig
 from vembed.distributed import collectives, session, strategy
-from vembed.distributed.devices import ask_for_growing_segments, choose_precision, float32_products
-from vembed.distributed.environment import Place, read_place
+from vembed.distributed.devices import choose_precision, enable_expandable_segments, matmul_precision
+from vembed.distributed.environment import RankInfo, read_rank_info
 from vembed.distributed.network import interface_to
 from vembed.distributed.strategy import Choice, Need, choose_strategy, estimate_need
 from vembed.errors import UserError
@@ -36,18 +36,18 @@ A_MINUTE_OR_SO = 3 / 60
 
 
 def test_no_variables_mean_one_process_B26() -> None:
-    assert read_place({}) == Place(rank=0, world_size=1, local_rank=0, local_world_size=1, launched=False)
+    assert read_rank_info({}) == RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, launched=False)
 
 
 def test_variables_have_torchs_meaning_A10_C26() -> None:
-    assert read_place(GROUP | {"LOCAL_WORLD_SIZE": "1"}) == Place(1, 2, 1, 1, launched=True)
+    assert read_rank_info(GROUP | {"LOCAL_WORLD_SIZE": "1"}) == RankInfo(1, 2, 1, 1, launched=True)
 
 
 @pytest.mark.parametrize("name", GROUP)
 def test_a_missing_variable_is_named_C26(name: str) -> None:
     env = {key: value for key, value in GROUP.items() if key != name}
     with pytest.raises(UserError, match=rf"^{name} is not set although ") as caught:
-        read_place(env)
+        read_rank_info(env)
     assert all(f"{key}={value}" in str(caught.value) for key, value in env.items())
 
 
@@ -55,9 +55,9 @@ def test_nodes_counted_as_processes_are_refused_A10() -> None:
     with pytest.raises(
         UserError, match="RANK=2 must be between 0 and WORLD_SIZE - 1 = 1: RANK is the number of the pro"
     ):
-        read_place(GROUP | {"RANK": "2"})
+        read_rank_info(GROUP | {"RANK": "2"})
     with pytest.raises(UserError, match="WORLD_SIZE='two' is not a whole number"):
-        read_place(GROUP | {"WORLD_SIZE": "two"})
+        read_rank_info(GROUP | {"WORLD_SIZE": "two"})
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------
@@ -65,19 +65,19 @@ def test_nodes_counted_as_processes_are_refused_A10() -> None:
 
 def test_growing_segments_are_asked_for_unless_the_user_says_otherwise() -> None:
     env: dict[str, str] = {}
-    ask_for_growing_segments(env)
+    enable_expandable_segments(env)
     assert env == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         own = {name: "max_split_size_mb:64"}
-        ask_for_growing_segments(own)
+        enable_expandable_segments(own)
         assert own == {name: "max_split_size_mb:64"}
 
 
 def test_float32_products_are_as_exact_as_before_afterwards() -> None:
     before = torch.get_float32_matmul_precision()
-    with pytest.raises(KeyError), float32_products("high"):
+    with pytest.raises(KeyError), matmul_precision("high"):
         assert torch.get_float32_matmul_precision() == "high"
-        with float32_products("highest"):
+        with matmul_precision("highest"):
             assert torch.get_float32_matmul_precision() == "highest"
         assert torch.get_float32_matmul_precision() == "high"
         raise KeyError
@@ -103,14 +103,14 @@ def large(*_: Any) -> Need:
 def test_auto_chooses_by_size_and_says_why_B33_C02(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("unused")
     monkeypatch.setattr(strategy, "estimate_need", small)
-    choice = choose_strategy(config, FsdpConfig(), Place(0, 2, 0, 2), CPU)
+    choice = choose_strategy(config, FsdpConfig(), RankInfo(0, 2, 0, 2), CPU)
     assert choice.strategy == "ddp"
     assert choice.reason == (
         "auto: 1,000 parameters need 0.00GB for weights, gradients and optimizer, 0% of the 1.0GB of a process, "
         "so each process can hold a copy"
     )
     monkeypatch.setattr(strategy, "estimate_need", large)
-    choice = choose_strategy(config, FsdpConfig(), Place(0, 2, 0, 2), CPU)
+    choice = choose_strategy(config, FsdpConfig(), RankInfo(0, 2, 0, 2), CPU)
     assert choice.strategy == "fsdp"
     assert "8,000,000,000 parameters need 128.00GB" in choice.reason
     assert "160% of the 80.0GB of a process, more than 50%" in choice.reason
@@ -119,16 +119,16 @@ def test_auto_chooses_by_size_and_says_why_B33_C02(monkeypatch: pytest.MonkeyPat
 def test_advice_where_fsdp_is_pointless_B21_D03(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("unused", use_fsdp=True)
     monkeypatch.setattr(strategy, "estimate_need", small)
-    choice = choose_strategy(config, FsdpConfig(), Place(0, 2, 0, 2), CPU)
+    choice = choose_strategy(config, FsdpConfig(), RankInfo(0, 2, 0, 2), CPU)
     assert choice.strategy == "fsdp"
     assert choice.advice is not None
     assert choice.advice.startswith("FSDP is not needed here: 1,000 parameters need")
     monkeypatch.setattr(strategy, "estimate_need", large)
-    assert choose_strategy(config, FsdpConfig(), Place(0, 2, 0, 2), CPU).advice is None
+    assert choose_strategy(config, FsdpConfig(), RankInfo(0, 2, 0, 2), CPU).advice is None
 
 
 def test_one_process_with_fsdp_runs_whole_with_one_line_A01_C34() -> None:
-    choice = choose_strategy(config_of("unused", use_fsdp=True), FsdpConfig(), Place(), CPU)
+    choice = choose_strategy(config_of("unused", use_fsdp=True), FsdpConfig(), RankInfo(), CPU)
     assert choice == Choice(
         "single", "FSDP was asked for, but one process has nobody to shard with: the model stays whole"
     )
@@ -136,16 +136,16 @@ def test_one_process_with_fsdp_runs_whole_with_one_line_A01_C34() -> None:
 
 def test_single_with_several_processes_is_refused() -> None:
     with pytest.raises(UserError, match="strategy: single, but 2 processes were started"):
-        choose_strategy(config_of("unused", strategy="single"), None, Place(0, 2, 0, 2), CPU)
+        choose_strategy(config_of("unused", strategy="single"), None, RankInfo(0, 2, 0, 2), CPU)
 
 
 def test_need_counts_weights_gradients_and_optimizer() -> None:
     folder = shared(tiny_bert)
-    full = estimate_need(config_of(folder), Place(0, 2, 0, 2), CPU)
+    full = estimate_need(config_of(folder), RankInfo(0, 2, 0, 2), CPU)
     assert full.model_bytes == 16 * full.num_parameters
-    assert estimate_need(config_of(folder, optim="adamw_8bit"), Place(), CPU).model_bytes == 10 * full.num_parameters
-    assert estimate_need(config_of(folder, use_lora=True), Place(), CPU).model_bytes == 2 * full.num_parameters
-    assert estimate_need(config_of(folder), Place(), CPU).device_bytes >= 2 * full.device_bytes - 1
+    assert estimate_need(config_of(folder, optim="adamw_8bit"), RankInfo(), CPU).model_bytes == 10 * full.num_parameters
+    assert estimate_need(config_of(folder, use_lora=True), RankInfo(), CPU).model_bytes == 2 * full.num_parameters
+    assert estimate_need(config_of(folder), RankInfo(), CPU).device_bytes >= 2 * full.device_bytes - 1
 
 
 # ---- start and end ---------------------------------------------------------------------------------------------------

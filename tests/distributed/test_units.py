@@ -133,6 +133,6 @@ def test_units_come_inner_ones_first(bert: EmbeddingModel) -> None:
         bert, FsdpConfig(wrap_policy="SIZE_BASED_WRAP", min_num_params=1_000, wrap_embeddings=False), ()
     )
     assert set(ordered) == set(units)
-    for place, unit in enumerate(ordered):
-        assert not any(inner in ordered[place + 1 :] for inner in unit.modules())
+    for rank_info, unit in enumerate(ordered):
+        assert not any(inner in ordered[rank_info + 1 :] for inner in unit.modules())
     assert all(isinstance(unit, nn.Module) and torch.is_tensor(next(unit.parameters())) for unit in ordered)

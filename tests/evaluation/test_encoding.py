@@ -40,7 +40,7 @@ def one_by_one(model, featuriser, given, kind="document"):
     for item in given:
         (features,) = featuriser.features([(item, kind)])
         with torch.no_grad():
-            rows.append(model([(features.lane, featuriser.collate([features]))])[0][0])
+            rows.append(model([(features.modality, featuriser.collate([features]))])[0][0])
     return torch.nn.functional.normalize(torch.stack(rows), dim=1).numpy()
 
 
@@ -130,26 +130,26 @@ def test_an_error_in_the_middle_restores_the_modes_too(model, featuriser):
 
 
 def test_progress_counts_all_items(model, featuriser):
-    calls = []
+    micro_batches = []
     encode_items(
-        model, featuriser, items(9) * 2, "document", budget_tokens=30, progress=lambda *pair: calls.append(pair)
+        model, featuriser, items(9) * 2, "document", budget_tokens=30, progress=lambda *pair: micro_batches.append(pair)
     )
-    assert calls[-1] == (18, 18)
-    assert calls == sorted(calls)
-    assert len(calls) > 1
+    assert micro_batches[-1] == (18, 18)
+    assert micro_batches == sorted(micro_batches)
+    assert len(micro_batches) > 1
 
 
 def _on_a_rank(folder, numbers):
     with start_session(TrainConfig(model_name="m", data_path="d", strategy="ddp")) as session:
         model = load_embedder(folder)
         featuriser = Featuriser(model.description)
-        calls = []
-        model.register_forward_pre_hook(lambda *_: calls.append(1))
+        micro_batches = []
+        model.register_forward_pre_hook(lambda *_: micro_batches.append(1))
         found = []
         for number in numbers:
-            calls.clear()
+            micro_batches.clear()
             embeddings = encode_items(model, featuriser, items(number), "document", budget_tokens=24, session=session)
-            found.append((embeddings, len(calls)))
+            found.append((embeddings, len(micro_batches)))
         return found
 
 

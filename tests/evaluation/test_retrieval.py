@@ -204,17 +204,17 @@ class Stop(Exception):  # noqa: N818
 
 def _stops_while_it_scores():
     retrieval.QUERY_TILE, retrieval.DOCUMENT_TILE = 8, 32
-    calls, at = [0], None
+    micro_batches, at = [0], None
 
     def between():
-        calls[0] += 1
-        if at is not None and collectives.max_ints([int(calls[0] == at)])[0]:
+        micro_batches[0] += 1
+        if at is not None and collectives.max_ints([int(micro_batches[0] == at)])[0]:
             raise Stop
 
     with start_session(TrainConfig(model_name="m", data_path="d", strategy="ddp")) as session:
         queries, documents, data = random_case(num_queries=20)  # 3 tiles: 2 for rank 0, 1 for rank 1
         retrieval_metrics(queries, documents, data, [10], [4], session=session, between=between)
-        whole, calls[0], at = calls[0], 0, 3
+        whole, micro_batches[0], at = micro_batches[0], 0, 3
         with pytest.raises(Stop):
             retrieval_metrics(queries, documents, data, [10], [4], session=session, between=between)
         session.barrier()

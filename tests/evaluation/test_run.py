@@ -150,7 +150,7 @@ def test_a_model_of_broken_numbers_is_named(tmp_path):
     model = Embedder(shared(tiny_bert_st), device="cpu")
     with torch.no_grad():
         next(model.model.parameters()).fill_(math.nan)
-    with pytest.raises(UserError, match="not numbers for 30 of 30 inputs"):
+    with pytest.raises(UserError, match="non-finite embeddings for 30 of 30 inputs"):
         evaluate(model, tmp_path / "val.jsonl")
 
 
@@ -202,11 +202,11 @@ def test_an_evaluation_can_be_ended_while_it_scores(tmp_path):
     config = TrainConfig(model_name="m", data_path="d")
     data = open_eval_data(config, str(tmp_path / "val.jsonl"))
     model = Embedder(shared(tiny_bert_st), device="cpu")
-    calls, forwards = [], []
+    micro_batches, forwards = [], []
 
     def between():
-        calls.append(len(forwards))
+        micro_batches.append(len(forwards))
 
     with model.model.register_forward_pre_hook(lambda *_: forwards.append(1)):
         evaluate_model(model.model, model.featuriser, data, config, None, dims=[8], between=between)
-    assert calls == [*range(1, len(forwards) + 1), len(forwards), len(forwards)]  # a tile at each of two sizes
+    assert micro_batches == [*range(1, len(forwards) + 1), len(forwards), len(forwards)]  # a tile at each of two sizes

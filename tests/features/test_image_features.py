@@ -59,7 +59,7 @@ def test_an_image_counts_its_patches_and_is_decoded_late(make, patches: int, dec
     first, second = image(seed=1), image(200, 30, seed=2)
     features = mine.features([of_images(first), of_images(second)])  # type: ignore[list-item]
     decoded.clear()  # the blank ones that tell how many patches there are
-    assert [(one.lane, one.length, one.token_ids) for one in features] == [("image", patches, None)] * 2
+    assert [(one.modality, one.length, one.token_ids) for one in features] == [("image", patches, None)] * 2
     batch = mine.collate(features)
     assert decoded == [first, second]
     assert len(batch["pixel_values"]) == 2
@@ -92,7 +92,7 @@ def test_keys_of_images_depend_on_the_image_alone() -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_mixed_items_go_to_their_lanes_in_order() -> None:
+def test_mixed_items_go_to_their_modalities_in_order() -> None:
     mine = featuriser(tiny.shared(tiny.tiny_clip))
     items = [
         of_images(image()),
@@ -101,7 +101,7 @@ def test_mixed_items_go_to_their_lanes_in_order() -> None:
         (Item(text="photo.jpg"), "query"),
     ]
     features = mine.features(items)  # type: ignore[arg-type]
-    assert [feature.lane for feature in features] == ["image", "text", "image", "text"]
+    assert [feature.modality for feature in features] == ["image", "text", "image", "text"]
     assert [feature.content for feature in features] == [item.key() for item, _ in items]
 
 
@@ -119,14 +119,14 @@ def test_what_a_model_cannot_embed_is_said(make, item: Item, message: str) -> No
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_clip, tiny.tiny_siglip, tiny.tiny_vit, tiny.tiny_qwen3_vl])
-def test_every_lane_has_a_small_dummy(make) -> None:
+def test_every_modality_has_a_small_dummy(make) -> None:
     mine = featuriser(tiny.shared(make))
-    for lane in mine.description.lanes:
-        dummy = mine.dummy(lane)
-        assert dummy.lane == lane
+    for modality in mine.description.modalities:
+        dummy = mine.dummy(modality)
+        assert dummy.modality == modality
         assert dummy.length <= 20
         batch = mine.collate([dummy])
-        assert ("pixel_values" in batch) == (lane != "text")
+        assert ("pixel_values" in batch) == (modality != "text")
 
 
 def test_siglip_texts_are_padded_to_one_length_and_counted_so() -> None:
@@ -164,7 +164,7 @@ def test_conversations_are_those_of_sentence_transformers(tmp_path: Path, monkey
         [{"image": pictures[0]}, {"image": pictures[1:], "text": "both"}, {"image": pictures[2], "text": "word " * 60}]
     )
     assert [feature.length for feature in features] == expected["attention_mask"].sum(dim=1).tolist()
-    assert {feature.lane for feature in features} == {"vision"}
+    assert {feature.modality for feature in features} == {"multimodal"}
     for name in ("input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw", "pixel_values"):
         assert torch.equal(batch[name], expected[name]), name
     assert batch.keys() == {"input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw", "pixel_values"}
@@ -264,7 +264,7 @@ def test_a_model_with_code_of_its_own_for_chats_is_read_as_a_chat_model(tmp_path
         assert feature.token_ids is not None
         assert int(feature.token_ids[-1]) == 0  # <|endoftext|>, behind the opened answer
     tiny.write_json(folder / "config.json", {"model_type": "bert"})
-    with pytest.raises(UserError, match=r"no module of the kind custom_st\.MultiModalTransformer"):
+    with pytest.raises(UserError, match=r"unsupported module type custom_st\.MultiModalTransformer"):
         featuriser(folder)
 
 

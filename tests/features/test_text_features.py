@@ -156,7 +156,7 @@ def test_the_dummy_is_a_short_text_and_no_random_number_is_drawn() -> None:
     dummy = mine.dummy("text")
     mine.collate([dummy, *mine.features(documents(*TEXTS))])  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)
-    assert (dummy.lane, dummy.length) == ("text", 3)
+    assert (dummy.modality, dummy.length) == ("text", 3)
 
 
 def test_what_a_text_model_cannot_embed_is_said() -> None:

@@ -30,8 +30,8 @@ sys.exit(stop[0] if stop else 9)
 
 LAUNCH = """
 import sys
-from vembed.distributed.launch import launch, rank_environments
-sys.exit(launch([sys.executable, sys.argv[1]], rank_environments(int(sys.argv[2]))))
+from vembed.distributed.launch import run_ranks, rank_environments
+sys.exit(run_ranks([sys.executable, sys.argv[1]], rank_environments(int(sys.argv[2]))))
 """
 
 
@@ -187,7 +187,7 @@ def test_ranks_that_do_not_follow_a_stopped_one_are_ended(tmp_path: Path, monkey
         "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(143)\ntime.sleep(60)"
     )
     command = [sys.executable, str(tmp_path / "rank.py")]
-    assert launcher.launch(command, launcher.rank_environments(2, env=os.environ)) == 1
+    assert launcher.run_ranks(command, launcher.rank_environments(2, env=os.environ)) == 1
 
 
 def test_no_orphan_when_the_launcher_itself_is_killed(tmp_path: Path) -> None:

@@ -67,10 +67,10 @@ def test_gradcheck(options: dict[str, object]) -> None:
     batch = make_batch(4, max_positives=2, max_negatives=1, seed=2)
     loss = build_loss(config_of(**{"temperature": 0.3, **options})).double()
 
-    def share(embeddings: torch.Tensor, *_: torch.Tensor) -> Any:
+    def rank_batch(embeddings: torch.Tensor, *_: torch.Tensor) -> Any:
         return loss(replace(batch, embeddings=embeddings))
 
-    assert torch.autograd.gradcheck(share, (batch.embeddings, *loss.parameters()))
+    assert torch.autograd.gradcheck(rank_batch, (batch.embeddings, *loss.parameters()))
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])

@@ -55,7 +55,7 @@ def test_a_temperature_that_is_not_the_models_is_said(
 ) -> None:
     caplog.set_level(logging.INFO, logger="vembed")
     build_loss(TrainConfig(model_name="", data_path="", **options), start_scale=100.0)
-    assert ("this model was trained with 0.01: temperature=0.01 keeps that" in caplog.text) is is_said
+    assert ("this model was trained with 0.01; set temperature=0.01 to keep that" in caplog.text) is is_said
 
 
 def test_temperature_starts_from_the_model_and_stays_in_its_range() -> None:

@@ -24,7 +24,7 @@ CASES = [
 ]
 
 
-def shares(batch: LossBatch, cuts: list[int]) -> list[LossBatch]:
+def rank_batches(batch: LossBatch, cuts: list[int]) -> list[LossBatch]:
     """The batch as ranks see it that hold the examples between the cuts."""
     examples = batch.example.unique().tolist()
     parts = []
@@ -54,16 +54,16 @@ def test_shares_add_up(options: dict[str, object], cuts: list[int]) -> None:
     names = ["embeddings", *(name for name, _ in loss.named_parameters())]
     whole = loss(batch)
     wanted = gradients(whole, *inputs)
-    found = [loss(part) for part in shares(batch, cuts)]
+    found = [loss(part) for part in rank_batches(batch, cuts)]
     assert_close(torch.stack(found).sum(), whole, 1e-12, "loss", terms["loss"])
-    by_rank = zip(*(gradients(share, *inputs) for share in found), strict=True)
+    by_rank = zip(*(gradients(rank_batch, *inputs) for rank_batch in found), strict=True)
     for name, parts, want in zip(names, by_rank, wanted, strict=True):
         assert_close(torch.stack(parts).sum(0), want, 1e-12, f"gradient of {name}", terms[name])
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_each_share_is_that_of_the_definition(options: dict[str, object]) -> None:
-    for part in shares(make_batch(9, max_positives=2, num_contents=50), [3, 3, 7]):
+    for part in rank_batches(make_batch(9, max_positives=2, num_contents=50), [3, 3, 7]):
         check(part, config_of(**options))
 
 
@@ -72,7 +72,7 @@ def test_negatives_from_the_own_rank_alone(options: dict[str, object]) -> None:
     config = config_of(negatives_from="own_rank", **options)
     batch = make_batch(9, max_positives=2, num_contents=50)
     found = []
-    for part in shares(batch, [3, 3, 7]):
+    for part in rank_batches(batch, [3, 3, 7]):
         check(part, config)
         found.append(build_loss(config)(part).detach())
     assert torch.stack(found).sum() < build_loss(config_of(**options))(batch).detach()

@@ -1,4 +1,5 @@
-"""Every tiny model with inputs for each of its lanes, made by Transformers' own tokenizers and image processors."""
+"""Every tiny model with inputs for each of its modalities, made by Transformers' own tokenizers and image
+processors."""
 
 from __future__ import annotations
 
@@ -91,27 +92,29 @@ def vision_inputs(
     return {**inputs, **pixels, "mm_token_type_ids": (inputs["input_ids"] == IMAGE_TOKEN).int()}
 
 
-def lane_items(lane: str) -> list[Any]:
-    """Items of a lane: texts, images, or texts with images."""
-    if lane == "text":
+def modality_items(modality: str) -> list[Any]:
+    """Items of a modality: texts, images, or texts with images."""
+    if modality == "text":
         return list(SENTENCES)
     first, second, third = pictures()
-    if lane == "image":
+    if modality == "image":
         return [first, second, third]
     return [("red", [first]), ("the list of every old house", [second, third]), ("", [third])]
 
 
-def inputs_for(description: ModelDescription, lane: str, items: Sequence[Any]) -> dict[str, Tensor]:
-    """The tensors of one forward pass over items of a lane."""
+def inputs_for(description: ModelDescription, modality: str, items: Sequence[Any]) -> dict[str, Tensor]:
+    """The tensors of one forward pass over items of a modality."""
     makers: dict[str, Callable[[ModelDescription, Sequence[Any]], dict[str, Tensor]]] = {
-        "text": text_inputs, "image": image_inputs, "vision": vision_inputs,
+        "text": text_inputs, "image": image_inputs, "multimodal": vision_inputs,
     }  # fmt: skip
-    return makers[lane](description, items)
+    return makers[modality](description, items)
 
 
 def parts_for(description: ModelDescription) -> list[tuple[str, dict[str, Tensor]]]:
-    """Inputs for every lane of a model."""
-    return [(lane, inputs_for(description, lane, lane_items(lane))) for lane in description.lanes]
+    """Inputs for every modality of a model."""
+    return [
+        (modality, inputs_for(description, modality, modality_items(modality))) for modality in description.modalities
+    ]
 
 
 def loss_of(outputs: Sequence[Tensor]) -> Tensor:

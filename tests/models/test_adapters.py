@@ -128,10 +128,10 @@ def test_towers_choose_where_adapters_go_and_the_others_stay_frozen():
     model = built(tiny.tiny_clip, use_lora=True, lora_towers="text")
     names = _adapted_names(model)
     assert len(names) == 2 * 6 + 1 and all(name.startswith(("text_model.", "text_projection")) for name in names)
-    assert model.frozen_lanes() == ["image"]
+    assert model.frozen_modalities() == ["image"]
     model = built(tiny.tiny_qwen3_vl, use_lora=True, lora_towers="vision")
     assert all(name.startswith("visual.blocks.") for name in _adapted_names(model))
-    with pytest.raises(UserError, match=r"lora_towers: vision is no tower of .* it has text"):
+    with pytest.raises(UserError, match=r"lora_towers: vision is not a tower of .* it has text"):
         built(tiny.tiny_bert, use_lora=True, lora_towers="vision")
 
 
@@ -144,7 +144,7 @@ def test_targets_by_name_and_all_linear():
     assert {name for name in every if not name.startswith(("language_model.layers.", "visual.blocks."))} == {
         f"visual.{merger}.linear_fc{index}" for merger in ("merger", "deepstack_merger_list.0") for index in (1, 2)
     }
-    with pytest.raises(UserError, match=r"q_porj is no linear layer .* q_proj"):
+    with pytest.raises(UserError, match=r"q_porj is not a linear layer .* q_proj"):
         built(tiny.tiny_qwen3, use_lora=True, lora_target_modules=["q_porj"])
 
 

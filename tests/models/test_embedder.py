@@ -125,7 +125,7 @@ def test_freeze_freezes_what_it_names(make, freeze, prefixes):
 @pytest.mark.parametrize(
     ("make", "freeze", "said"),
     [
-        (tiny.tiny_bert, "vision", "freeze: vision is no tower of this text_encoder model; it has text"),
+        (tiny.tiny_bert, "vision", "freeze: vision is not a tower of this text_encoder model; it has text"),
         (tiny.tiny_bert, "first_n_layers=3", "N from 0 to 2"),
         (tiny.tiny_bert, "encoder.layers.0", r"the nearest is encoder\.layer\.0"),
         (tiny.tiny_bert, "text", "leaves nothing of .* to train"),
@@ -139,7 +139,7 @@ def test_what_cannot_be_frozen_is_said(make, freeze, said):
 @pytest.mark.parametrize("make", [tiny.tiny_clip, COMPOSED])
 def test_features_of_a_frozen_tower_stay_and_take_the_towers_place(make):
     model = built(make, freeze=["vision"], **({} if make == COMPOSED else {"use_mrl": True, "mrl_dims": [8]}))
-    assert model.frozen_lanes() == ["image"] and built(make).frozen_lanes() == []
+    assert model.frozen_modalities() == ["image"] and built(make).frozen_modalities() == []
     model.train()
     assert model.training and not model.backbone.vision_model.training and model.backbone.text_model.training
     (text, image) = parts_for(model.description)
@@ -199,8 +199,8 @@ def test_flash_attention_that_is_missing_is_said_and_sdpa_named():
         (True, (9, 0), {}, "flash_attention_2", "the GPU allows it"),
         (False, (9, 0), {}, "sdpa", "not installed"),
         (True, (7, 5), {}, "sdpa", "older"),
-        (True, (9, 0), {"mixed_precision": "no"}, "sdpa", "no float32"),
-        (True, (9, 0), {"pure_dtype": True}, "sdpa", "no float32"),
+        (True, (9, 0), {"mixed_precision": "no"}, "sdpa", "does not support float32"),
+        (True, (9, 0), {"pure_dtype": True}, "sdpa", "does not support float32"),
     ],
 )
 def test_auto_takes_flash_attention_where_it_can(installed, capability, options, kernel, said, monkeypatch):
@@ -305,7 +305,7 @@ def test_python_code_of_a_model_runs_only_when_asked(tmp_path, monkeypatch):
     names = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
     settings = _json(folder / "config.json")
     tiny.write_json(folder / "config.json", settings | {"model_type": "a_kind_of_its_own", "auto_map": names})
-    with pytest.raises(UserError, match="set trust_remote_code: true if you trust it"):
+    with pytest.raises(UserError, match="set trust_remote_code: true if you trust this code"):
         built(tiny.tiny_bert, model_name=str(folder))
     own, plain = built(tiny.tiny_bert, model_name=str(folder), trust_remote_code=True), built(tiny.tiny_bert)
     assert type(own.backbone).__name__ == "OwnModel" and own.description.layer_classes == ("BertLayer",)

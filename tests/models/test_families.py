@@ -53,11 +53,11 @@ def test_family_and_pooling_are_seen_in_the_files_and_given_a_reason(make):
 
 def test_composed_models_have_two_towers_in_the_smaller_space():
     description = describe(config_for(COMPOSED, image_model_name=str(tiny.shared(tiny.tiny_vit, hidden=48))))
-    assert (description.family, description.lanes) == ("composed", ("text", "image"))
+    assert (description.family, description.modalities) == ("composed", ("text", "image"))
     assert (description.text_hidden_dim, description.image_hidden_dim) == (32, 48)
     assert description.hidden_dim == description.embedding_dim == 32
     assert describe(config_for(COMPOSED, composed_dim=40)).embedding_dim == 40
-    with pytest.raises(UserError, match="no image encoder"):
+    with pytest.raises(UserError, match="not an image encoder"):
         describe(config_for(COMPOSED, image_model_name=str(tiny.shared(tiny.tiny_bert))))
     with pytest.raises(UserError, match="adds an image tower to a text model"):
         describe(config_for(COMPOSED, model_name=str(tiny.shared(tiny.tiny_clip))))
@@ -67,7 +67,7 @@ def test_composed_models_have_two_towers_in_the_smaller_space():
 
 def test_model_family_may_be_said_and_must_fit():
     description = describe(config_for(tiny.tiny_bert, model_family="text_encoder"))
-    assert "model_family says so" in description.reasons["family"]
+    assert "model_family in the config" in description.reasons["family"]
     with pytest.raises(UserError, match="model_family: clip does not fit"):
         describe(config_for(tiny.tiny_bert, model_family="clip"))
 
@@ -79,7 +79,7 @@ def test_sentence_transformers_files_decide():
     )  # fmt: skip
     assert (description.pooling, description.max_length, description.normalize) == ("cls", 64, False)
     assert (description.query_prompt, description.document_prompt) == ("q: ", "p: ")
-    assert description.reasons["pooling"] == "1_Pooling/config.json says so"
+    assert description.reasons["pooling"] == "from 1_Pooling/config.json"
     assert _st(pooling="weighted_mean").pooling == "weighted_mean"
 
 
@@ -203,7 +203,7 @@ def test_a_saved_description_is_believed(tmp_path):
     tiny.write_json(folder / DESCRIPTION_FILE, saved.to_dict())
     again = describe(config)
     assert again.with_(reasons={}) == saved.with_(reasons={})
-    assert again.reasons["pooling"] == f"{DESCRIPTION_FILE} says so"
+    assert again.reasons["pooling"] == f"from {DESCRIPTION_FILE}"
     assert ModelDescription.from_dict(saved.to_dict(), folder).source == str(folder)
 
 
@@ -234,5 +234,5 @@ def test_folders_that_are_no_models_are_said(tmp_path):
     with pytest.raises(UserError, match="encoder-decoder"):
         describe(TrainConfig(model_name=str(tmp_path), data_path=[]))
     tiny.write_json(tmp_path / "config.json", {"model_type": "llava"})
-    with pytest.raises(UserError, match="vision-language model that vembed does not know"):
+    with pytest.raises(UserError, match="vision-language model"):
         describe(TrainConfig(model_name=str(tmp_path), data_path=[]))

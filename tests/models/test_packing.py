@@ -155,11 +155,11 @@ def text_by_text(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scal
 @pytest.mark.parametrize("kernel", ["flash-attn", "torch", "torch without groups"])
 def test_kernels_of_gpus_are_asked_for_the_same(make: Make, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU is needed: the kernels are stood in for by attention text by text, with the signatures they have."""
-    calls: list[str] = []
+    micro_batches: list[str] = []
     if kernel == "flash-attn":
 
         def flash(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any) -> Tensor:
-            calls.append(kernel)
+            micro_batches.append(kernel)
             assert cu_q is cu_k and cu_q.dtype == torch.int32 and max_q == max_k == int(cu_q.diff().max())
             assert set(options) == {"dropout_p", "softmax_scale", "causal", "window_size"}
             left, right = options["window_size"]
@@ -172,7 +172,7 @@ def test_kernels_of_gpus_are_asked_for_the_same(make: Make, kernel: str, monkeyp
 
         def varlen(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, scale: float,
                    window_size: Any, enable_gqa: bool = False) -> Tensor:  # fmt: skip
-            calls.append(kernel)
+            micro_batches.append(kernel)
             assert enable_gqa or q.shape[1] == k.shape[1]
             assert cu_q is cu_k and max_q == max_k == int(cu_q.diff().max())
             return text_by_text(q, k, v, cu_q, scale, window_size)
@@ -194,7 +194,7 @@ def test_kernels_of_gpus_are_asked_for_the_same(make: Make, kernel: str, monkeyp
 
     monkeypatch.setattr(packing, "attention", on_gpu)
     assert_same(embedded(make, padding_free=True), expected)
-    assert calls
+    assert micro_batches
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_when_texts_are_padded(make: Make, options: dict[str, Any], said: str | 
         ((9, 0), False, True, torch.bfloat16, 0.1, "attention dropout needs flash-attn"),
         ((9, 0), False, False, torch.bfloat16, 0.0, "this torch has no attention"),
         ((7, 5), True, True, torch.bfloat16, 0.0, "older"),
-        ((9, 0), True, True, torch.float32, 0.0, "no float32"),
+        ((9, 0), True, True, torch.float32, 0.0, "does not support float32"),
     ],
 )
 def test_when_texts_are_padded_on_gpus(

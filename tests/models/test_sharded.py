@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from tests import tiny
 from tests.harness import run_ranks
 from tests.measure import gradient_errors
-from tests.models.families import COMPOSED, EVERY, build_case, config_for, inputs_for, lane_items, loss_of
+from tests.models.families import COMPOSED, EVERY, build_case, config_for, inputs_for, loss_of, modality_items
 from vembed.distributed.session import start_session
 
 FULL = [(make, {}) for make in [*EVERY, COMPOSED]]
@@ -35,7 +35,10 @@ def _name(case):
 def _parts(description, rank):
     """Other items on each rank, and not equally many."""
     own = slice(rank, rank + 2 - rank)
-    return [(lane, inputs_for(description, lane, lane_items(lane)[own])) for lane in description.lanes]
+    return [
+        (modality, inputs_for(description, modality, modality_items(modality)[own]))
+        for modality in description.modalities
+    ]
 
 
 def _adapters_not_at_zero(model):

@@ -20,7 +20,7 @@ from vembed.data import microbatches
 from vembed.data.batches import rank_rows
 from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser
-from vembed.data.share import Share, make_share
+from vembed.data.rank_batch import RankBatch, make_rank_batch
 from vembed.distributed.session import start_session
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
@@ -29,7 +29,7 @@ from vembed.models.families import describe
 from vembed.models.files import clean_name
 from vembed.training.budget import Budget
 from vembed.training.shortage import MemoryGuard
-from vembed.training.step import ContrastiveStep, order_calls, seed_of
+from vembed.training.step import ContrastiveStep, order_micro_batches, seed_of
 from vembed.training.timing import PhaseTimer
 from vembed.training.update import synchronise
 
@@ -110,12 +110,12 @@ def gradients_on_ranks(cases: list[tuple[Case, Path]], strategy: str, more: dict
             model = session.prepare(embedder, embedder.description.layer_classes)
             rows = examples(case)
             own = rank_rows(len(rows), session.rank, session.world_size)
-            share = make_share(rows[own], own.start, 0, 0, featuriser)
+            rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
             guard = MemoryGuard(config, session)
             step = ContrastiveStep(
                 model, loss, featuriser, session, case.budget(), PhaseTimer(session.device), guard, SEED
             )
-            result = step.accumulate(share, BATCH_NUMBER, weight=1.0, last=True)
+            result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
             synchronise(model, loss, session)
             results.append({**full_gradients(model), **loss_gradients(loss), "loss": result.loss_share})
     return results
@@ -173,21 +173,21 @@ def plain_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser) -> Lo
 def drawn_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser, world_size: int) -> LossBatch:
     """With dropout the draws depend on the micro-batches: the same ones, with graphs kept, of all ranks in turn."""
     rows, budget = examples(case), case.budget()
-    shares: list[Share] = []
+    rank_batches: list[RankBatch] = []
     for rank in range(world_size):
         own = rank_rows(len(rows), rank, world_size)
-        shares.append(make_share(rows[own], own.start, 0, 0, featuriser))
-    lengths = [[feature.length for feature in share.features] for share in shares]
+        rank_batches.append(make_rank_batch(rows[own], own.start, 0, 0, featuriser))
+    lengths = [[feature.length for feature in rank_batch.features] for rank_batch in rank_batches]
     count = max(microbatches.num_micro_batches(one, budget.micro_batch_tokens) for one in lengths)
     embeddings, offsets = [], [0]
-    for rank, share in enumerate(shares):
-        plan = microbatches.plan(lengths[rank], budget.micro_batch_tokens, at_least=count)
-        parts: list[Tensor | None] = [None] * len(share.features)
-        for number, call in enumerate(order_calls({"text": plan})):
-            ((lane, places),) = call
+    for rank, rank_batch in enumerate(rank_batches):
+        batch_schedule = microbatches.split(lengths[rank], budget.micro_batch_tokens, at_least=count)
+        parts: list[Tensor | None] = [None] * len(rank_batch.features)
+        for number, micro_batch in enumerate(order_micro_batches({"text": batch_schedule})):
+            ((modality, places),) = micro_batch
             torch.manual_seed(seed_of(SEED, BATCH_NUMBER, rank, number))
-            chosen = [share.features[place] for place in places] or [featuriser.dummy("text")]
-            output = model([(lane, featuriser.collate(chosen))])[0]
+            chosen = [rank_batch.features[place] for place in places] or [featuriser.dummy("text")]
+            output = model([(modality, featuriser.collate(chosen))])[0]
             for place, row in zip(places, output, strict=False):
                 parts[place] = row
         embeddings.append(torch.stack([part for part in parts if part is not None]))
@@ -196,13 +196,13 @@ def drawn_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser, world
     def joined(name: str, shift: bool) -> Tensor:
         return torch.cat(
             [
-                torch.from_numpy(getattr(share, name)) + (offset if shift else 0)
-                for share, offset in zip(shares, offsets, strict=False)
+                torch.from_numpy(getattr(rank_batch, name)) + (offset if shift else 0)
+                for rank_batch, offset in zip(rank_batches, offsets, strict=False)
             ]
         )
 
-    content = torch.tensor([feature.content for share in shares for feature in share.features])
-    scores = [torch.from_numpy(share.scores) for share in shares if share.scores is not None]
+    content = torch.tensor([feature.content for rank_batch in rank_batches for feature in rank_batch.features])
+    scores = [torch.from_numpy(rank_batch.scores) for rank_batch in rank_batches if rank_batch.scores is not None]
     return LossBatch(
         embeddings=torch.cat(embeddings),
         content=content,
@@ -212,8 +212,8 @@ def drawn_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser, world
         negative=joined("negative", True),
         negative_example=joined("negative_example", False),
         scores=torch.cat(scores) if scores else None,
-        own_rows=slice(0, sum(len(share.query) for share in shares)),
-        own_negatives=slice(0, sum(len(share.negative) for share in shares)),
+        own_rows=slice(0, sum(len(rank_batch.query) for rank_batch in rank_batches)),
+        own_negatives=slice(0, sum(len(rank_batch.negative) for rank_batch in rank_batches)),
     )
 
 

@@ -23,7 +23,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.batches import rank_rows
 from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.data.share import make_share
+from vembed.data.rank_batch import make_rank_batch
 from vembed.distributed.session import start_session
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
@@ -99,8 +99,8 @@ SHARDED = (
 TABLE = [(group, family) for group in GROUPS for family in BY_NAME if group != "fsdp2-2" or family in SHARDED]
 
 
-def examples(lanes: tuple[str, ...]) -> list[Example]:
-    """Rows for a model with these lanes. Of two ranks only the second meets images with texts, of other shapes."""
+def examples(modalities: tuple[str, ...]) -> list[Example]:
+    """Rows for a model with these modalities. Of two ranks only the second meets images with texts, of other shapes."""
     words = texts(3 * NUM_EXAMPLES, seed=3, longest=12)
     refs = []
     for picture in pictures(3 * NUM_EXAMPLES):
@@ -111,10 +111,10 @@ def examples(lanes: tuple[str, ...]) -> list[Example]:
     for row in range(NUM_EXAMPLES):
         text, other, third = (Item(words[3 * row + place]) for place in range(3))
         image, second, last = (Item(images=(refs[3 * row + place],)) for place in range(3))
-        if "vision" in lanes:
+        if "multimodal" in modalities:
             both = Item(words[3 * row + 1], images=(refs[3 * row], refs[3 * row + 1]))
             query, positive, negative = (text, other, third) if row < 4 else (text, both, image)
-        elif lanes == ("image",):
+        elif modalities == ("image",):
             query, positive, negative = image, second, last
         else:
             query, positive, negative = text, image, other if row % 2 else last
@@ -136,35 +136,36 @@ def build(config: TrainConfig) -> tuple[EmbeddingModel, EmbeddingLoss, Featurise
 
 
 def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
-    """Called on every rank: each config's step without and with Gradient Cache; gradients, loss, units and lanes."""
+    """Called on every rank: each config's step without and with Gradient Cache; gradients, loss, units and
+    modalities."""
     results = []
     with start_session(configs[0]) as session:
         for config in configs:
             embedder, loss, featuriser = build(config)
-            frozen, image_bytes = embedder.frozen_lanes(), embedder.bytes_of_frozen_images()
-            lanes, classes = embedder.description.lanes, embedder.description.layer_classes
+            frozen, image_bytes = embedder.frozen_modalities(), embedder.bytes_of_frozen_images()
+            modalities, classes = embedder.description.modalities, embedder.description.layer_classes
             num_layers = sum(type(module).__name__ in classes for module in embedder.modules())
             model = session.prepare(embedder, classes)
             units = sum(
                 isinstance(module, FSDPModule) and type(module).__name__.removeprefix("FSDP") in classes
                 for module in model.modules()
             )
-            rows = examples(lanes)
+            rows = examples(modalities)
             own = rank_rows(len(rows), session.rank, session.world_size)
-            share = make_share(rows[own], own.start, 0, 0, featuriser)
+            rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
             for cached in (False, True):
                 step = ContrastiveStep(
                     model, loss, featuriser, session, Budget(45, None, 10**9, cached), PhaseTimer(session.device),
                     MemoryGuard(config, session), 5, frozen, None, image_bytes,
                 )  # fmt: skip
-                result = step.accumulate(share, 3, weight=1.0, last=True)
+                result = step.accumulate(rank_batch, 3, weight=1.0, last=True)
                 synchronise(model, loss, session)
                 results.append(
                     {
                         "gradients": {**full_gradients(model), **loss_gradients(loss), "loss": result.loss_share},
                         "units": (units, num_layers),
                         "kept": result.kept_graphs,
-                        "calls": result.num_calls,
+                        "calls": result.num_forwards,
                     }
                 )
                 for module in (model, loss):
@@ -185,27 +186,27 @@ def found(group: str) -> dict[tuple[str, bool], list[dict[str, Any]]]:
 
 @cache
 def wanted(name: str) -> dict[str, torch.Tensor]:
-    """From the formula: one padded batch of each lane, one dense loss, autograd."""
+    """From the formula: one padded batch of each modality, one dense loss, autograd."""
     config = BY_NAME[name].config()
     model, loss, featuriser = build(config)
-    share = make_share(examples(model.description.lanes), 0, 0, 0, featuriser)
-    embeddings = torch.zeros(len(share.features), model.description.embedding_dim, dtype=torch.float64)
-    for lane in model.description.lanes:
-        places = [place for place, one in enumerate(share.features) if one.lane == lane]
+    rank_batch = make_rank_batch(examples(model.description.modalities), 0, 0, 0, featuriser)
+    embeddings = torch.zeros(len(rank_batch.features), model.description.embedding_dim, dtype=torch.float64)
+    for modality in model.description.modalities:
+        places = [place for place, one in enumerate(rank_batch.features) if one.modality == modality]
         if places:
-            (rows,) = model([(lane, featuriser.collate([share.features[place] for place in places]))])
+            (rows,) = model([(modality, featuriser.collate([rank_batch.features[place] for place in places]))])
             embeddings = embeddings.index_put((torch.tensor(places),), rows)
     batch = LossBatch(
         embeddings=embeddings,
-        content=torch.tensor([one.content for one in share.features]),
-        query=torch.from_numpy(share.query),
-        positive=torch.from_numpy(share.positive),
-        example=torch.from_numpy(share.example),
-        negative=torch.from_numpy(share.negative),
-        negative_example=torch.from_numpy(share.negative_example),
+        content=torch.tensor([one.content for one in rank_batch.features]),
+        query=torch.from_numpy(rank_batch.query),
+        positive=torch.from_numpy(rank_batch.positive),
+        example=torch.from_numpy(rank_batch.example),
+        negative=torch.from_numpy(rank_batch.negative),
+        negative_example=torch.from_numpy(rank_batch.negative_example),
         scores=None,
-        own_rows=slice(0, len(share.query)),
-        own_negatives=slice(0, len(share.negative)),
+        own_rows=slice(0, len(rank_batch.query)),
+        own_negatives=slice(0, len(rank_batch.negative)),
     )
     named = dict(loss.named_parameters())
     learned = {"scale": named["log_scale"].exp(), "bias": named["bias"]} if "log_scale" in named else {}

@@ -11,7 +11,7 @@ from tests.harness import run_ranks
 from tests.parity.engine import Case, build, examples
 from tests.tiny import shared, tiny_bert
 from vembed.data.batches import rank_rows
-from vembed.data.share import make_share
+from vembed.data.rank_batch import make_rank_batch
 from vembed.distributed import collectives
 from vembed.distributed.session import start_session
 from vembed.training.shortage import MemoryGuard
@@ -25,11 +25,11 @@ def count_rounds(folder: Path, strategy: str, cases: list[Case]) -> list[dict[st
     found, reduced = [], []
 
     def counted(original: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
+        def micro_batch(*args: Any, **options: Any) -> Any:
             reduced.append(1)
             return original(*args, **options)
 
-        return call
+        return micro_batch
 
     # In torch's namespace, where FSDP and vembed find it.
     name = "reduce_scatter_single" if "reduce_scatter_single" in vars(dist) else "reduce_scatter_tensor"
@@ -41,18 +41,18 @@ def count_rounds(folder: Path, strategy: str, cases: list[Case]) -> list[dict[st
             model = session.prepare(embedder, embedder.description.layer_classes)
             rows = examples(case)
             own = rank_rows(len(rows), session.rank, session.world_size)
-            share = make_share(rows[own], own.start, 0, 0, featuriser)
+            rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
             guard = MemoryGuard(config, session)
             step = ContrastiveStep(
                 model, loss, featuriser, session, case.budget(), PhaseTimer(session.device), guard, seed=0
             )
             collectives.reset_collective_counts()
             reduced.clear()
-            result = step.accumulate(share, 0, weight=1.0, last=True)
+            result = step.accumulate(rank_batch, 0, weight=1.0, last=True)
             synchronise(model, loss, session)
             ours = collectives.collective_counts()
             units = len(reduced) - ours["reduce_scatter_rows"]
-            found.append({"calls": result.num_calls, "ours": ours, "reduce_scatters": units})
+            found.append({"calls": result.num_forwards, "ours": ours, "reduce_scatters": units})
     return found
 
 

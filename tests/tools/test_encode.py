@@ -181,7 +181,7 @@ def test_a_missing_column_is_named(tmp_path):
 def test_what_cannot_be_read_or_written_is_said_before_the_model_is_loaded(texts, tmp_path):
     with pytest.raises(UserError, match=r"ends in \.csv, and vembed encode writes \.npy and \.parquet"):
         run_encode("no model", str(texts), str(tmp_path / "out.csv"))
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         run_encode("no model", str(texts), str(tmp_path / "nowhere" / "out.npy"))
     with pytest.raises(UserError, match=r"missing\.txt cannot be read: No such file"):
         run_encode("no model", str(tmp_path / "missing.txt"), str(tmp_path / "out.npy"))

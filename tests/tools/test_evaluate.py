@@ -58,5 +58,5 @@ def test_mapping_split_and_bad_records(tmp_path):
 
 
 def test_a_json_file_that_cannot_be_written_is_said_first(pairs, tmp_path):
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         printed("no model", str(pairs), json_file=str(tmp_path / "nowhere" / "scores.json"))

@@ -213,8 +213,8 @@ def test_best_weights_that_are_not_there_leave_the_last_ones(tmp_path, caplog):
         (tmp_path / "checkpoint-1" / "index.json").write_text("{}")
         assert not run.checkpointer.load_weights(run.checkpointer.path_of(1), run.model, run.loss)
         assert_same(run.whole(), expected)
-    assert "checkpoint-7 cannot be taken: manifest.json is missing" in caplog.text
-    assert "checkpoint-1 cannot be taken: index.json has 2 bytes instead of" in caplog.text
+    assert "checkpoint-7: manifest.json is missing" in caplog.text
+    assert "checkpoint-1: index.json has 2 bytes instead of" in caplog.text
 
 
 def test_extra_files_are_part_of_the_checkpoint(tmp_path):
@@ -308,18 +308,18 @@ class Killer:
 
     def __init__(self, at):
         self.at = at
-        self.num_calls = 0
+        self.num_forwards = 0
 
     def wrap(self, owner, name):
         real = getattr(owner, name)
 
-        def call(*args, **options):
-            self.num_calls += 1
-            if self.num_calls == self.at:
+        def micro_batch(*args, **options):
+            self.num_forwards += 1
+            if self.num_forwards == self.at:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*args, **options)
 
-        setattr(owner, name, call)
+        setattr(owner, name, micro_batch)
 
 
 def killed_everywhere(output_dir):
@@ -468,7 +468,7 @@ def test_tensors_alone_go_into_a_checkpoint(tmp_path):
         run.resume().train()
         with pytest.raises(RuntimeError, match="saving") as caught:
             run.save()
-    assert "holds tensors and JSON alone" in str(caught.value.__cause__)
+    assert "holds only tensors and JSON" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("failing", [False, True])

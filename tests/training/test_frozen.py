@@ -52,10 +52,10 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     passed = []
     original = embedder.tower_features
 
-    def counting(description: Any, backbone: Any, lane: str, inputs: Any) -> torch.Tensor:
-        if lane == "image":
+    def counting(description: Any, backbone: Any, modality: str, inputs: Any) -> torch.Tensor:
+        if modality == "image":
             passed.append(len(inputs["pixel_values"]))
-        return original(description, backbone, lane, inputs)
+        return original(description, backbone, modality, inputs)
 
     embedder.tower_features = counting
     try:
@@ -182,11 +182,11 @@ def test_the_start_says_how_large_the_folder_is_and_marks_what_is_used(tmp_path:
 
 def test_a_resumed_run_computes_only_what_it_has_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train(options(tmp_path, "whole", cache_frozen_features=False))
-    agree, calls = Interrupts.agree, []
+    agree, micro_batches = Interrupts.agree, []
 
     def stop_after_two(self: Interrupts, save_seconds: float = 0.0) -> bool:
-        calls.append(1)
-        if len(calls) == 2:
+        micro_batches.append(1)
+        if len(micro_batches) == 2:
             self._number = 15
         return agree(self, save_seconds)
 
@@ -292,11 +292,11 @@ def test_a_run_with_damaged_features_computes_them_anew(tmp_path: Path, cache: P
 
 def test_a_full_disk_costs_time_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without = train(options(tmp_path, "without", cache_frozen_features=False))
-    append, calls = feature_store._append, []
+    append, micro_batches = feature_store._append, []
 
     def full(descriptor: int, data: bytes) -> None:
-        calls.append(1)
-        if len(calls) > 3:
+        micro_batches.append(1)
+        if len(micro_batches) > 3:
             raise OSError(28, "No space left on device")
         append(descriptor, data)
 

@@ -17,7 +17,7 @@ from tests.families.pictures import mixed_rows
 from tests.harness import run_ranks
 from tests.models.families import built, parts_for
 from tests.training.test_run import metrics
-from vembed.models import embedder, lanes
+from vembed.models import embedder, modalities
 from vembed.training.frozen import FrozenImages
 
 FAMILIES = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_vl, tiny.tiny_qwen2_5_vl]
@@ -40,17 +40,17 @@ def train(settings: dict[str, Any], keeps: bool = True) -> dict[str, Any]:
     """One run: its losses, and how many images' patches passed the image tower; `keeps`: whether a step keeps what it
     gave."""
     passed: list[int] = []
-    original = lanes.image_features, FrozenImages.keeps
+    original = modalities.image_features, FrozenImages.keeps
     forward = embedder.tower_features
 
     def seen(backbone: Any, inputs: Any) -> torch.Tensor:
         passed.append(len(inputs["image_grid_thw"]))
         return original[0](backbone, inputs)
 
-    def counted(description: Any, backbone: Any, lane: str, inputs: Any) -> torch.Tensor:
+    def counted(description: Any, backbone: Any, modality: str, inputs: Any) -> torch.Tensor:
         if "pixel_values" in inputs:
             passed.append(len(inputs["image_grid_thw"]))
-        return forward(description, backbone, lane, inputs)
+        return forward(description, backbone, modality, inputs)
 
     embedder.image_features, embedder.tower_features = seen, counted
     if not keeps:
@@ -67,13 +67,13 @@ def train(settings: dict[str, Any], keeps: bool = True) -> dict[str, Any]:
 @pytest.mark.parametrize("make", FAMILIES)
 def test_what_the_image_tower_gave_can_take_the_place_of_pixels(make: Callable[..., Path]) -> None:
     model = built(make, freeze=["vision"]).train()
-    (part,) = [part for part in parts_for(model.description) if part[0] == "vision"]
+    (part,) = [part for part in parts_for(model.description) if part[0] == "multimodal"]
     per_token = model.bytes_of_frozen_images()
     (features,) = model([part], images_only=True)
     assert not features.requires_grad
     assert features.shape[0] * features.shape[2] * 4 == per_token
     given = {name: tensor for name, tensor in part[1].items() if name != "pixel_values"} | {"image_features": features}
-    (through,), (direct,) = model([("vision", given)]), model([part])
+    (through,), (direct,) = model([("multimodal", given)]), model([part])
     assert torch.equal(through, direct) and through.requires_grad
     assert built(make).bytes_of_frozen_images() is None
     assert built(make, freeze=["text"]).bytes_of_frozen_images() is None

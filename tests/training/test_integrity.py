@@ -62,8 +62,8 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_log_says_why(tmp_path, cap
     (tmp_path / "checkpoint-20.partial").mkdir()
     (tmp_path / "checkpoint-x").mkdir()
     assert latest_good(tmp_path) == whole
-    assert "checkpoint-10 is passed over: a.safetensors has 100 bytes instead of 200" in caplog.text
-    assert "checkpoint-15 is passed over: manifest.json is missing" in caplog.text
+    assert "checkpoint-10: a.safetensors has 100 bytes instead of 200" in caplog.text
+    assert "checkpoint-15: manifest.json is missing" in caplog.text
     assert latest_good(tmp_path / "nowhere") is None
 
 

@@ -27,15 +27,18 @@ MANY = {"eval_batch_tokens": 32, "eval_steps": 3}
 
 def stop_in_evaluation(options: dict[str, Any], number: int) -> str:
     """Train; in that evaluation (from 1, without the one before the first step) the last rank gets SIGTERM."""
-    agree, check, calls = Interrupts.agree, Interrupts.check, {"agree": 0, "check": 0}
+    agree, check, micro_batches = Interrupts.agree, Interrupts.check, {"agree": 0, "check": 0}
 
     def counted(self: Interrupts, save_seconds: float = 0.0) -> bool:
-        calls["agree"] += 1
+        micro_batches["agree"] += 1
         return agree(self, save_seconds)
 
     def signalled(self: Interrupts) -> None:
-        calls["check"] += calls["agree"] == 3 * number
-        if calls["check"] == 3 and int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1:
+        micro_batches["check"] += micro_batches["agree"] == 3 * number
+        if (
+            micro_batches["check"] == 3
+            and int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+        ):
             os.kill(os.getpid(), signal.SIGTERM)
             while not self._number:
                 time.sleep(0.001)
@@ -47,7 +50,7 @@ def stop_in_evaluation(options: dict[str, Any], number: int) -> str:
         with pytest.raises(Stopped) as stopped:
             vembed.train(options)
     assert stopped.value.exit_code == 143
-    assert 3 < calls["check"] <= 16, "the evaluation went on"
+    assert 3 < micro_batches["check"] <= 16, "the evaluation went on"
     return str(stopped.value)
 
 

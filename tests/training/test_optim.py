@@ -222,7 +222,7 @@ def flattened(tmp_path, model_name):
         optimizer.step()
         with pytest.raises(UserError, match="fsdp_use_orig_params: true"):
             build_optimizer(model, loss, config.model_copy(update={"layer_lr_decay": 0.5}))
-    return [line for line in lines if "melts" in line], {group["weight_decay"] for group in optimizer.param_groups}
+    return [line for line in lines if "flattens" in line], {group["weight_decay"] for group in optimizer.param_groups}
 
 
 def test_flat_parameters_say_what_they_cost(tmp_path):

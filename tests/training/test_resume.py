@@ -142,8 +142,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_leaves_the_way_free(tmp_path, c
     (tmp_path / "checkpoint-4.partial").mkdir()
     with starting(tmp_path, resume=True) as run:
         assert run.resume().state["step"] == 2
-        assert "checkpoint-3 is passed over: rank00000-00000.safetensors has" in caplog.text
-        assert "checkpoint-4.partial, which an earlier process left half-written" in caplog.text
+        assert "checkpoint-3: rank00000-00000.safetensors has" in caplog.text
+        assert "checkpoint-4.partial (incomplete, left by an earlier process)" in caplog.text
         assert (tmp_path / "checkpoint-3.damaged").is_dir()
         run.train().save()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
@@ -158,7 +158,7 @@ def test_when_no_checkpoint_is_whole(tmp_path, caplog):
         with (
             starting(tmp_path, resume=resume) as run,
             pytest.raises(
-                UserError, match=rf"^resume: {said}, but none of the 1 .* is whole \(.*anew with resume: auto"
+                UserError, match=rf"^resume: {said}, but none of the 1 .* is intact \(.*anew with resume: auto"
             ),
         ):
             run.resume()

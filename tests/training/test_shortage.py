@@ -28,14 +28,14 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryGuard, "__init__", lambda self, *args, **_: original(self, *args, active=True))
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, calls: set[int], *, above_rows: int = 0) -> None:
+def fail_at(monkeypatch: pytest.MonkeyPatch, micro_batches: set[int], *, above_rows: int = 0) -> None:
     """The model's forward runs out of memory at these calls in training, or whenever it gets many rows."""
     original, count = EmbeddingModel.forward, [0]
 
     def forward(self: EmbeddingModel, parts: Any, **options: Any) -> Any:
         if self.training:
             count[0] += 1
-            if count[0] in calls or (above_rows and len(parts[0][1]["input_ids"]) > above_rows):
+            if count[0] in micro_batches or (above_rows and len(parts[0][1]["input_ids"]) > above_rows):
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory (simulated)")
         return original(self, parts, **options)
 

@@ -10,7 +10,7 @@ import torch
 
 import vembed
 from tests.training.test_run import metrics, settings
-from vembed.distributed.devices import float32_products
+from vembed.distributed.devices import matmul_precision
 from vembed.losses.infonce import InfoNCE
 
 
@@ -37,7 +37,7 @@ def test_the_loss_is_exact_where_the_model_is_not(tmp_path: Path, monkeypatch: p
         return original(self, batch)
 
     monkeypatch.setattr(InfoNCE, "forward", forward)
-    with float32_products("high"):
+    with matmul_precision("high"):
         vembed.train(settings(tmp_path, max_steps=1, val_data_path=None))
         assert torch.get_float32_matmul_precision() == "high"
     assert seen == {"highest"}

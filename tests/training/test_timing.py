@@ -40,4 +40,4 @@ def test_a_trace_of_the_steps_that_there_are(
 
 def test_steps_behind_the_end_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Profile(config_for(tmp_path, profile_steps=[6, 8]), rank=0, total_steps=5)
-    assert "profile_steps: [6, 8] lies behind the run's last step, 5" in caplog.text
+    assert "profile_steps: [6, 8] is after the run's last step, 5" in caplog.text

@@ -87,7 +87,7 @@ def test_examples_of_each_batch_of_a_step_are_named(tmp_path):
         (SimpleNamespace(where=[f"train.jsonl:{number}"]), torch.tensor(is_finite))
         for number, is_finite in enumerate([True, False, True], start=1)
     ]
-    with pytest.raises(RunError, match=r"not finite on rank 0: train\.jsonl:2\. Lower"):
+    with pytest.raises(RunError, match=r"non-finite embeddings on rank 0: train\.jsonl:2\. Lower"):
         Watch(config_for(tmp_path)).finite(7, Outcome(math.nan, math.nan, applied=False), parts)
 
 

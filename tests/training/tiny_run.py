@@ -85,9 +85,9 @@ def step(model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 def whole_state(model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
     """Weights and optimizer state, whole on every rank, read by torch's own functions and not by ours."""
-    roof = nn.ModuleDict({"model": model, "loss": loss})
+    model_and_loss = nn.ModuleDict({"model": model, "loss": loss})
     options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
-    weights, state = get_state_dict(roof, optimizer, options=options)
+    weights, state = get_state_dict(model_and_loss, optimizer, options=options)
     values = {name: value.detach().cpu().clone().numpy() for name, value in weights.items()}
     for name, entries in state["state"].items():
         for key, value in entries.items():

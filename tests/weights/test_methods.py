@@ -34,10 +34,10 @@ def merged(values, method, weights=(1.0, 1.0, 1.0), **options):
     return torch.cat(list(pieces)).numpy()
 
 
-def slerp(first, second, share):
+def slerp(first, second, rank_batch):
     cosine = first @ second / np.linalg.norm(first) / np.linalg.norm(second)
     angle = np.arccos(cosine)
-    return (np.sin((1 - share) * angle) * first + np.sin(share * angle) * second) / np.sin(angle)
+    return (np.sin((1 - rank_batch) * angle) * first + np.sin(rank_batch * angle) * second) / np.sin(angle)
 
 
 def close(found, expected, summed):

@@ -1,1 +1,1 @@
-"""Options: the schema, reading them from files and command lines, and what FSDP makes of them. No torch in here."""
+"""Configuration: the option schema, readers of files and command lines, and FSDP settings. Imports no torch."""

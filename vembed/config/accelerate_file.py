@@ -1,4 +1,4 @@
-"""The file that `accelerate launch --config_file` reads, and the environment that it leaves behind."""
+"""Accelerate config files and presets, and the environment variables that `accelerate launch` sets."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TOP_KEYS = frozenset(
         *("same_network", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone", "use_cpu"),
     }
 )
-"""What Accelerate's own reader knows; a test compares this with the installed version."""
+"""Keys that Accelerate's own reader accepts; a test compares them with the installed version."""
 LAUNCHER_ONLY = frozenset({"activation_checkpointing_offload", "ignored_modules"})
-"""Keys of fsdp_config that Accelerate knows and vembed does not use."""
+"""Keys of fsdp_config that Accelerate accepts and vembed ignores."""
 IGNORED = (
     "dynamo_config",
     "fp8_config",
@@ -52,20 +52,20 @@ ENVIRONMENT = {
     "FSDP_SYNC_MODULE_STATES": "fsdp_sync_module_states",
     "FSDP_ACTIVATION_CHECKPOINTING": "fsdp_activation_checkpointing",
 }
-"""The launcher's variables and the options that they set."""
+"""Map from the launcher's environment variables to the options that they set."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccelerateFile:
-    """What an Accelerate config says, in the names and values of our options."""
+    """Contents of an Accelerate config, in vembed's option names and values."""
 
     source: str
     distribution: Distribution
     fsdp: Mapping[str, Any] = field(default_factory=dict)
-    """fsdp_* options and their values."""
+    """Values of the fsdp_* options."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     num_processes: int | None = None
-    """Per machine; None: one per device."""
+    """Processes per machine; None: one per device."""
     num_machines: int = 1
     machine_rank: int = 0
     main_process_ip: str | None = None
@@ -76,19 +76,19 @@ class AccelerateFile:
 
 
 def presets_folder() -> Path:
-    """Where the presets are: beside the modules of an installed vembed, in configs/ of a checkout."""
+    """Return the folder of the presets: inside the installed package, or configs/ of a checkout."""
     package = Path(vembed.__file__).parent
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
 
 def preset_names() -> list[str]:
-    """The presets that `accelerate_config` may name."""
+    """Return the names of the presets that `accelerate_config` accepts."""
     return sorted(path.stem for path in presets_folder().glob("*.yaml"))
 
 
 def find_accelerate_file(name: str) -> Path:
-    """The file of a preset's name or of a path; UserError with the names there are."""
+    """Return the file of a preset name or a path. Raise UserError with the known names if there is none."""
     if name in preset_names():
         return presets_folder() / f"{name}.yaml"
     path = Path(name)
@@ -97,7 +97,7 @@ def find_accelerate_file(name: str) -> Path:
             return path
     except OSError as error:
         raise UserError(f"accelerate_config: {shown(name)} cannot be read: {error.strerror}") from None
-    # `configs/accelerate_fsdp.yaml` means the preset also where no checkout is at hand.
+    # `configs/accelerate_fsdp.yaml` names the preset even without a checkout.
     if path.stem in preset_names() and path.parent.name == "configs":
         return presets_folder() / path.name
     near = nearest(path.stem, preset_names())
@@ -106,7 +106,7 @@ def find_accelerate_file(name: str) -> Path:
 
 
 def read_accelerate_file(name: str) -> AccelerateFile:
-    """Read a preset or a file. Unknown keys are errors here, also inside fsdp_config, where Accelerate drops them."""
+    """Read a preset or a file. Unknown keys are errors, also inside fsdp_config, where Accelerate ignores them."""
     path = find_accelerate_file(name)
     shown_path = f"configs/{path.name}" if path.parent == presets_folder() else str(path)
     tree = read_tree(path)
@@ -133,10 +133,10 @@ def read_accelerate_file(name: str) -> AccelerateFile:
 
 
 def launcher_options(env: Mapping[str, str]) -> dict[str, Any]:
-    """The FSDP options that `accelerate launch` has set in the environment; empty where it has not.
+    """Return the FSDP options that `accelerate launch` has set in the environment; empty without FSDP.
 
-    Accelerate exports its defaults too. Those that would say "off" about something nobody mentioned, or that FSDP2
-    does not have, are left out.
+    Accelerate exports its defaults too. Defaults that only switch something off, and options that FSDP2 does not have,
+    are left out: they cannot be told from the user's own settings.
     """
     if env.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return {}
@@ -148,7 +148,7 @@ def launcher_options(env: Mapping[str, str]) -> dict[str, Any]:
                 options[name] = checked(name, normalise(name, value))
             except ValueError as error:
                 raise UserError(f"{variable}={env[variable]}, set by accelerate launch: {error}") from None
-    version = options.setdefault("fsdp_version", 1)
+    version = options.setdefault("fsdp_version", 1)  # Accelerate's default
     if version == 2:
         if options.get("fsdp_sharding_strategy") == "FULL_SHARD" and env.get("FSDP_RESHARD_AFTER_FORWARD") == "false":
             options["fsdp_sharding_strategy"] = "SHARD_GRAD_OP"

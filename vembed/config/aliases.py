@@ -1,4 +1,4 @@
-"""The one table of other names: what other systems call an option, flat or in a block, and its name here."""
+"""Aliases: names that other libraries use for an option, flat or in a block, and the option they set."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Setting = tuple[str, Any]
 
 
 class Unsure(str):
-    """Name of an option in a `Setting` that counts only where nothing else sets the option: `bf16: false`."""
+    """Option name in a `Setting` that applies only if nothing else sets the option: `bf16: false`."""
 
     __slots__ = ()
 
 
 Target = str | Callable[[Any], list[Setting]]
-"""What another name stands for: an option, or a function from the value to settings. ValueError: the value is wrong."""
+"""Target of an alias: an option, or a function from the value to settings that raises ValueError if it is invalid."""
 
 ALIASES: dict[str, str] = {
     # model
@@ -51,7 +51,7 @@ ALIASES: dict[str, str] = {
     "bidirectional": "symmetric",
     # batch and step
     "batch_size": "per_device_train_batch_size per_device_batch_size train_batch_size",
-    "global_batch_size": "effective_batch_size",  # which counts accumulated batches too: loading divides
+    "global_batch_size": "effective_batch_size",  # includes gradient accumulation: loading divides
     "gradient_accumulation_steps": "accumulate_grad_batches accumulation_steps",
     "use_gradient_cache": "gradient_cache grad_cache",
     "gradient_cache_chunk_size": "gc_chunk_size mini_batch_size",
@@ -94,11 +94,11 @@ ALIASES: dict[str, str] = {
     "run_name": "wandb_name",
     "resume": "resume_from_checkpoint",
 }
-"""Option -> its other names. They hold at the top of a config, inside every block, and as flags."""
+"""Map from an option to its aliases. They are valid at the top of a config, inside every block, and as flags."""
 
 
 def _flag(option: str, when_true: Any, when_false: Any = None) -> Callable[[Any], list[Setting]]:
-    """A switch for one value of an option; switched off it says `when_false`, but only if nothing else does."""
+    """Return the parser of a switch for one value of an option. Off sets `when_false` only if nothing else does."""
 
     def settings(value: Any) -> list[Setting]:
         if as_bool(value):
@@ -133,7 +133,7 @@ def _number(value: Any) -> float:
 
 
 def _fsdp_switch(value: Any) -> list[Setting]:
-    """`fsdp: true`, or Transformers' `fsdp: "full_shard auto_wrap offload"`."""
+    """Parse `fsdp: true`, or Transformers' `fsdp: "full_shard auto_wrap offload"`."""
     if isinstance(value, bool) or str(value).lower() in ("", "true", "false"):
         return [("use_fsdp", as_bool(value or False))]
     words: dict[str, Setting] = {
@@ -151,7 +151,7 @@ def _fsdp_switch(value: Any) -> list[Setting]:
 
 
 WANDB = "use_wandb"
-"""A switch that adds to a list, `report_to`: no option of its own, settled when its whole source is known."""
+"""Switch that adds an entry to `report_to`. It is not an option: `Layer.settle` resolves it after all keys."""
 
 
 def _wandb_switch(value: Any) -> list[Setting]:
@@ -173,7 +173,7 @@ TRANSLATED: dict[str, Callable[[Any], list[Setting]]] = {
     "fsdp": _fsdp_switch,
     "use_wandb": _wandb_switch,
 }
-"""Other names whose values mean something else here."""
+"""Aliases whose values must be converted."""
 
 BLOCKS: dict[str, dict[str, Target]] = {
     "model": {"name": "model_name", "path": "model_name"},
@@ -197,10 +197,10 @@ BLOCKS: dict[str, dict[str, Target]] = {
     "wandb": {"enabled": _wandb_switch, "name": "run_name"},
     "checkpoint": {"steps": "save_steps"},
 }
-"""Blocks that options may stand in, and what short names mean in them; otherwise option names and aliases hold."""
+"""Blocks that may hold options, with their short names. Option names and aliases are valid in every block."""
 
 PREFIXES = {"fsdp": "fsdp_", "fsdp_config": "fsdp_", "lora": "lora_", "mrl": "mrl_", "wandb": "wandb_", "eval": "eval_"}
-"""Inside the block `fsdp:`, `min_num_params` is `fsdp_min_num_params`; and so on."""
+"""Prefix added to keys of a block: inside `fsdp:`, `min_num_params` is `fsdp_min_num_params`."""
 
 REFUSED = {
     "distributed_examples": "it holds examples: copy one under `distributed:`, or name a preset with accelerate_config",
@@ -209,13 +209,13 @@ REFUSED = {
     "eval_strategy": "evaluation runs every eval_steps steps; leave it out for none during training",
     "stage": "it chooses one of the blocks under training_stages, and this config has none",
 }
-"""Keys that are known, but ask for something that vembed does not do."""
+"""Known keys for features that vembed does not have, with the message."""
 
 _FLAT: dict[str, str] = {name: option for option, names in ALIASES.items() for name in names.split()}
 
 
 def target_of(key: str, block: str | None = None) -> Target | None:
-    """What a key stands for, inside a block or flat; None where nobody knows it."""
+    """Return the target of a key, inside a block or flat; None if the key is unknown."""
     name = key.strip().replace("-", "_")
     options = all_options()
     if block is not None and name in BLOCKS[block]:
@@ -229,7 +229,7 @@ def target_of(key: str, block: str | None = None) -> Target | None:
 
 
 def known_names(block: str | None = None) -> list[str]:
-    """Every key that may stand in a block, or at the top: the nearest name to a mistyped one is among them."""
+    """Return every key that is valid in a block or at the top, for suggestions after a typing error."""
     flat = [*all_options(), *_FLAT, *TRANSLATED, *BLOCKS]
     if block is None:
         return flat

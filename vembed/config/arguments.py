@@ -1,4 +1,4 @@
-"""The words after `vembed train`: a config file, key=value, a flag for every option, and what the launcher needs."""
+"""Command-line arguments of `vembed train`: config file, key=value pairs, option flags and launcher flags."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vembed.errors import UserError
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
 VALUED_NAMES = frozenset({"precision", "betas", "adam_betas", "scale", "ddp_timeout"})
-"""Translated names that are no switches: as flags they need a value."""
+"""Translated names that are not switches; as flags they need a value."""
 COUNTED_OTHERWISE = frozenset({"effective_batch_size"})
-"""Other names whose number counts something else than the option's own."""
+"""Aliases whose number has another meaning than the option's own."""
 
 LAUNCH_FLAGS = {
     "config": ("FILE", "The config file, where it is not the first word."),
@@ -33,17 +33,17 @@ LAUNCH_FLAGS = {
     "debug": ("", "A detailed log per process in output_dir/logs/."),
     "dry-run": ("", "Print what would be trained and launched, load no model, and end."),
 }
-"""Flags that the help lists: what is needed to start a run. Every option of the config is a flag as well."""
+"""Flags that `--help` lists. Every option of the config is a flag as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainArguments:
-    """What stands after `vembed train`, sorted."""
+    """Parsed arguments of `vembed train`."""
 
     config: str | None
-    """The config file; None: all options are on the command line."""
+    """Config file; None: all options are on the command line."""
     overrides: tuple[str, ...] = ()
-    """`key=value`, in the order of the command line."""
+    """`key=value` pairs in the order of the command line."""
     stage: str | None = None
     machine_rank: int | None = None
     main_process_ip: str | None = None
@@ -52,27 +52,27 @@ class TrainArguments:
 
     @property
     def source(self) -> str | dict[str, object]:
-        """What `resolve_config` starts from."""
+        """Return the source for `resolve_config`."""
         return {} if self.config is None else self.config
 
     def words(self) -> list[str]:
-        """The same config and options as words again, for the processes that are started."""
+        """Return the config and options as command-line arguments, for the processes that are started."""
         config = [] if self.config is None else [f"--config={self.config}"]
         stage = [f"--stage={self.stage}"] if self.stage else []
         return [*config, *stage, *(f"--set={override}" for override in self.overrides)]
 
     def shown_words(self) -> list[str]:
-        """As `words`, for people: options under their own names where another one was typed."""
+        """Return `words` for display, with aliases replaced by the option names."""
         return replace(self, overrides=tuple(map(_under_its_own_name, self.overrides))).words()
 
 
 def parse_train_arguments(words: Sequence[str]) -> TrainArguments:
-    """Sort the words; UserError for what is no config, option or flag."""
+    """Parse the arguments. Raise UserError for anything that is not a config, option or flag."""
     return _Parser(words).result()
 
 
 def _under_its_own_name(override: str) -> str:
-    """`nproc=8` -> `num_processes=8`; what means something else under another name stays as it is."""
+    """Replace an alias: `nproc=8` -> `num_processes=8`. Aliases whose value has another meaning are kept."""
     key, _, value = override.partition("=")
     *blocks, last = key.split(".")
     if blocks and blocks[-1] not in BLOCKS:
@@ -82,7 +82,7 @@ def _under_its_own_name(override: str) -> str:
 
 
 def train_help() -> str:
-    """What `vembed train --help` prints."""
+    """Return the text of `vembed train --help`."""
     lines = [
         "Usage: vembed train CFG [KEY=VALUE | --OPTION VALUE] ...",
         "",
@@ -147,7 +147,7 @@ class _Parser:
             self.overrides.append(f"{key}={value if has_value else self._option_value(key, word)}")
 
     def _option_value(self, key: str, word: str) -> str:
-        """The value of an option's flag; a switch takes the next word only if that can be its value."""
+        """Return the value of an option's flag. A switch takes the next word only if that word is a valid value."""
         *blocks, last = key.split(".")
         block = blocks[-1] if blocks and blocks[-1] in BLOCKS else None
         target = target_of(last, block)

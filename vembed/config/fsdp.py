@@ -1,4 +1,4 @@
-"""What the FSDP options come to: accelerate_fsdp.yaml or a preset, the training YAML over it, and what each means."""
+"""Resolution of the FSDP options from the training config, the launcher and the Accelerate file or preset."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ WrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 
 @dataclass(frozen=True, slots=True)
 class FsdpConfig:
-    """Every FSDP setting of a run, with nothing left to look up. A dtype is given by its name."""
+    """All resolved FSDP settings of a run. Dtypes are given by name."""
 
     version: Literal[1, 2] = 2
     sharding_strategy: Sharding = "FULL_SHARD"
     offload: bool = False
-    """Parameters, gradients and optimizer state in host memory between uses."""
+    """Keep parameters, gradients and optimizer state in host memory between uses."""
     wrap_policy: WrapPolicy = "TRANSFORMER_BASED_WRAP"
     layer_classes: tuple[str, ...] | None = None
-    """Class names or dotted paths; None: those that the backbone declares."""
+    """Class names or dotted paths; None: the classes that the backbone declares."""
     min_num_params: int = DEFAULT_MIN_NUM_PARAMS
     wrap_embeddings: bool = True
     reshard_after_forward: bool = True
@@ -44,9 +44,9 @@ class FsdpConfig:
     ram_efficient_loading: bool = True
     sync_module_states: bool = True
     activation_checkpointing: bool | None = None
-    """What the Accelerate file says about gradient checkpointing; the training YAML's own options come first."""
+    """Gradient checkpointing in the Accelerate file. Options of the training YAML take precedence."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """auto: as the device allows. The Accelerate file's bf16 is auto, so that the same file also runs on a CPU."""
+    """auto: chosen by the device. bf16 in the Accelerate file becomes auto, so that the file also runs on a CPU."""
     param_dtype: str | None = None
     """None: from `mixed_precision`."""
     reduce_dtype: str = "float32"
@@ -62,7 +62,7 @@ FSDP1_ONLY = {
     "fsdp_buffer_dtype": "FSDP2 leaves buffers in their own dtype, and fsdp_output_dtype sets that of the output",
     "fsdp_sync_module_states": "FSDP2 always starts from the weights of the first process",
 }
-"""Options that FSDP2 does not have, and what it does instead."""
+"""Options that FSDP2 does not have, with its own behaviour."""
 FSDP2_ONLY = {
     "fsdp_output_dtype": "FSDP1 has fsdp_buffer_dtype, and the loss is computed in float32 either way",
     "fsdp_reshard_after_forward": "FSDP1 has fsdp_sharding_strategy: SHARD_GRAD_OP keeps the parameters gathered",
@@ -71,7 +71,7 @@ FSDP_OPTIONS = tuple(name for name in TrainConfig.model_fields if name.startswit
 
 
 def chosen_strategy(config: TrainConfig, env: Mapping[str, str] = os.environ) -> Strategy:
-    """The strategy as far as the config says it; `auto` is for the session to decide."""
+    """Return the strategy that the config asks for; `auto` if the session has to decide."""
     if config.use_fsdp or config.strategy == "fsdp":
         wanted: Strategy = "fsdp"
     elif config.strategy != "auto":
@@ -88,10 +88,10 @@ def chosen_strategy(config: TrainConfig, env: Mapping[str, str] = os.environ) ->
 
 
 def resolve_fsdp(config: TrainConfig, env: Mapping[str, str] = os.environ) -> tuple[FsdpConfig | None, list[str]]:
-    """The FSDP settings that hold if the model is sharded, and what the log should say about them.
+    """Return the FSDP settings and notes for the log.
 
-    None where the config rules sharding out (`strategy: ddp` or `single`, NO_SHARD). With `strategy: auto` they are
-    what `auto` would use.
+    The settings are None if the config excludes sharding (`strategy: ddp` or `single`, NO_SHARD). With
+    `strategy: auto` they apply if `auto` chooses FSDP.
     """
     strategy = chosen_strategy(config, env)
     values, source, notes = _gathered(config, env)
@@ -138,7 +138,7 @@ def resolve_fsdp(config: TrainConfig, env: Mapping[str, str] = os.environ) -> tu
 
 
 def resolve_gradient_checkpointing(config: TrainConfig, env: Mapping[str, str] = os.environ) -> tuple[bool, str]:
-    """Whether activations are recomputed in the backward pass, and why."""
+    """Return (gradient checkpointing is on, reason)."""
     for name, value in (
         ("gradient_checkpointing", config.gradient_checkpointing),
         ("fsdp_activation_checkpointing", config.fsdp_activation_checkpointing),
@@ -153,10 +153,10 @@ def resolve_gradient_checkpointing(config: TrainConfig, env: Mapping[str, str] =
 
 
 def _gathered(config: TrainConfig, env: Mapping[str, str]) -> tuple[dict[str, Any], str, list[str]]:
-    """(options that somebody has set, where their base comes from, notes): the config over the launcher or the file."""
+    """Return (explicit options, source of the base, notes). The config overrides the launcher or the file."""
     own = config.model_dump(include=set(FSDP_OPTIONS), exclude_none=True)
     if own["fsdp_wrap_embeddings"]:
-        del own["fsdp_wrap_embeddings"]  # the default says nothing against the file
+        del own["fsdp_wrap_embeddings"]  # the default must not override the file
     base, notes = launcher_options(env), []
     if base:
         source = "accelerate launch"
@@ -175,9 +175,9 @@ def _gathered(config: TrainConfig, env: Mapping[str, str]) -> tuple[dict[str, An
         if file.mixed_precision:
             base["mixed_precision"] = file.mixed_precision
     if own.get("fsdp_version", base.get("fsdp_version", 2)) != base.get("fsdp_version", 2):
-        # The file speaks of the other version: what only that one has is not for this run.
+        # The file was written for the other FSDP version: drop the options that only that version has.
         base = {name: value for name, value in base.items() if name not in FSDP1_ONLY | FSDP2_ONLY}
-    # A switch under one name overrides the same switch under its other name one level below.
+    # A switch set in the config overrides its alias in the base, so that the two cannot contradict each other.
     for one, other in (
         ("fsdp_offload_params", "fsdp_cpu_offload"),
         ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"),
@@ -248,8 +248,8 @@ def _without_effect(values: Mapping[str, Any], version: int) -> list[str]:
     table = FSDP1_ONLY if version == 2 else FSDP2_ONLY
     notes = [
         f"{name}: {str(values[name]).lower() if isinstance(values[name], bool) else values[name]} has no effect "
-        f"under FSDP{version}: {instead}"
-        for name, instead in table.items()
+        f"under FSDP{version}: {substitute}"
+        for name, substitute in table.items()
         if name in values
     ]
     if "fsdp_min_num_params" in values and values.get("fsdp_auto_wrap_policy") != "SIZE_BASED_WRAP":

@@ -1,4 +1,4 @@
-"""One source of options (file, training stage, launcher, command line) -> its options, checked, with their places."""
+"""Options of one source (file, training stage, launcher or command line), checked, each with its place."""
 
 from __future__ import annotations
 
@@ -24,34 +24,35 @@ RESULT_OF = ", result of "
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One option as somebody gave it."""
+    """One option as a source gives it."""
 
     option: str
     value: Any
     key: str
-    """As it was written: `fsdp.cpu_offload`."""
+    """Key as written: `fsdp.cpu_offload`."""
     where: str
     """`cfg.yaml, line 7`."""
     is_sure: bool = True
-    """False: it counts only where its source says nothing else, as `bf16: false` beside `fp16: true`."""
+    """False: the value applies only if nothing else in the source sets the option, as `bf16: false` beside
+    `fp16: true`."""
 
 
 @dataclass
 class Layer:
-    """The options of one source, and what is wrong with them."""
+    """Options of one source and the problems found in them."""
 
     name: str
     given: dict[str, Given] = field(default_factory=dict)
     problems: list[tuple[int, str]] = field(default_factory=list)
-    """(line, sentence)."""
+    """Pairs of line and sentence."""
     refused: set[str] = field(default_factory=set)
-    """Options whose value was wrong."""
+    """Options with an invalid value."""
     translated: list[str] = field(default_factory=list)
 
     def take(
         self, path: Sequence[str], value: Node | str, line: int = 0, *, block: str | None = None, prefix: str = ""
     ) -> None:
-        """Enter one key: a block key by key, an option under any of its names. Text is from the command line."""
+        """Enter one key: a block key by key, an option under any of its names. A string comes from the command line."""
         key, *inner = path
         name = key.strip().replace("-", "_")
         where = f"{self.name}, line {line}" if line else self.name
@@ -99,7 +100,7 @@ class Layer:
                     self.enter(option, setting, written, where, line, is_as_written=True)
 
     def settle(self) -> None:
-        """Once all keys are in: `use_wandb` becomes an entry of `report_to`, or contradicts it."""
+        """Merge `use_wandb` into `report_to`, or record the contradiction. Call it after all keys were entered."""
         switch, trackers = self.given.pop(WANDB, None), self.given.get("report_to")
         if switch is None:
             return
@@ -115,7 +116,7 @@ class Layer:
     def enter(
         self, option: str, value: Any, written: str, where: str, line: int, *, is_as_written: bool = False
     ) -> None:
-        """Enter an option under its own name, in its one spelling; record what is wrong, double or translated."""
+        """Enter an option under its own name and canonical value; record invalid, duplicate and translated entries."""
         name = str(option)
         try:
             final = checked(name, normalise(name, value))
@@ -148,7 +149,7 @@ class Layer:
 
 
 def source_layers(source: str | Path | Mapping[str, Any] | TrainConfig, stage: str | None) -> list[Layer]:
-    """The layers of a file, a dict or a TrainConfig; with training_stages what they share, then the chosen one."""
+    """Return the layers of a file, a dict or a TrainConfig; with training_stages the shared options, then the stage."""
     if isinstance(source, TrainConfig):
         layer = Layer("TrainConfig")
         for name, value in source:
@@ -170,7 +171,7 @@ def source_layers(source: str | Path | Mapping[str, Any] | TrainConfig, stage: s
 
 
 def command_line_layer(overrides: Sequence[str]) -> tuple[Layer, str | None]:
-    """The layer of `key=value` words, and the training stage where they name one."""
+    """Return the layer of `key=value` arguments, and the training stage if one is named."""
     layer, stage = Layer(COMMAND_LINE), None
     for text in overrides:
         key, is_pair, value = text.partition("=")
@@ -186,7 +187,7 @@ def command_line_layer(overrides: Sequence[str]) -> tuple[Layer, str | None]:
 
 
 def launcher_layer(env: Mapping[str, str]) -> Layer:
-    """The layer of what `accelerate launch` has set."""
+    """Return the layer of the options that `accelerate launch` has set."""
     layer = Layer(LAUNCHER)
     for name, value in launcher_options(env).items():
         layer.given[name] = Given(name, value, name, LAUNCHER)
@@ -202,7 +203,8 @@ def _layer(name: str, keys: Mapping[str, Node], prefix: str = "") -> Layer:
 
 
 def _stage_layers(name: str, keys: dict[str, Node], stages: Node, stage: str | None) -> list[Layer]:
-    """What all stages share, what follows from their order (folder, first model), and the chosen stage's own."""
+    """Return three layers: options shared by all stages, those implied by the order (output_dir, model_name), and the
+    stage's own."""
     blocks: dict[str, Node] = stages.value if isinstance(stages.value, dict) else {}
     for known, block in blocks.items():
         if not isinstance(block.value, dict):
@@ -227,7 +229,7 @@ def _stage_layers(name: str, keys: dict[str, Node], stages: Node, stage: str | N
 
 
 def _yaml_word(value: Any) -> str:
-    """A value as one would write it in the YAML."""
+    """Return a value as it is written in YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return value if isinstance(value, str) and len(value) <= 80 else shown(value)

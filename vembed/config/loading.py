@@ -1,4 +1,4 @@
-"""Files, dicts, the launcher's environment and the command line -> TrainConfig, each value with its origin."""
+"""Loading of a TrainConfig from files, dicts, the launcher's environment and the command line, with value origins."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SAME_SWITCH = (
     ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"),
     ("gradient_checkpointing", "fsdp_activation_checkpointing"),
 )
-"""Options that say the same thing in two ways: what the command line says in one way overrides the file's other way."""
+"""Pairs of options for one setting. An option of a later layer overrides its counterpart of an earlier layer."""
 
 DECIDED_BY = {
     "global_batch_size": "batch_size",
@@ -47,24 +47,24 @@ DECIDED_BY = {
     "max_steps": "epochs",
     "gradient_cache_chunk_size": "micro_batch_tokens",
 }
-"""Where the first is set, the second has nothing to say, and is not written down."""
+"""Map from an option to the one that it makes meaningless. The second is not written to config.yaml."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """A config, and how it came about."""
+    """A config with the origin of each value."""
 
     config: TrainConfig
     origins: Mapping[str, str]
-    """Option -> where its value comes from: `cfg.yaml:7`, `command line`, `accelerate launch`, `default`."""
+    """Map from option to origin: `cfg.yaml:7`, `command line`, `accelerate launch` or `default`."""
     translated: tuple[str, ...] = ()
-    """What was written under another name, and what it is called here."""
+    """Translations of aliases and foreign values, one line each."""
     notes: tuple[str, ...] = ()
-    """What the log should say: values that were overridden, or that have no effect."""
+    """Lines for the log: values that were overridden or have no effect."""
 
 
 def load_config(source: Source | ResolvedConfig, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The config of a file, a dict or a TrainConfig, with `key=value` overrides; UserError on anything wrong."""
+    """Return the config of a file, a dict or a TrainConfig with `key=value` overrides. Raise UserError if invalid."""
     return resolve_config(source, overrides).config
 
 
@@ -75,7 +75,10 @@ def resolve_config(
     stage: str | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> ResolvedConfig:
-    """As `load_config`, with where each value comes from. Precedence: defaults, file, launcher, command line."""
+    """Return the config with the origin of each value.
+
+    Precedence, lowest first: defaults, file, launcher, command line.
+    """
     if isinstance(source, ResolvedConfig):
         if not overrides:
             return source
@@ -121,7 +124,7 @@ def require_earlier_stage(resolved: ResolvedConfig) -> None:
 
 
 def render(config: TrainConfig, origins: Mapping[str, str] | None = None) -> str:
-    """The config as YAML that repeats it: in the order of the schema, origins as comments."""
+    """Return the config as YAML, in the order of the schema, with the origins as comments."""
     values = config.to_dict()
     for kept, dropped in DECIDED_BY.items():
         if values[kept] is not None:
@@ -139,14 +142,14 @@ def render(config: TrainConfig, origins: Mapping[str, str] | None = None) -> str
 
 
 def save_config(config: TrainConfig, path: str | Path) -> None:
-    """Write the config so that `vembed train PATH` repeats the run."""
+    """Write the config as a file that repeats the run with `vembed train PATH`."""
     Path(path).write_text(
         "# Every option of this run; `vembed train` with this file repeats it.\n" + render(config), "utf-8"
     )
 
 
 def one_line_yaml(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Return a value as one line of YAML."""
     text = yaml.dump(
         value, Dumper=CoreDumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
     )
@@ -159,7 +162,7 @@ def _user_error(problems: Sequence[str]) -> UserError:
 
 
 def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, Given]:
-    """Later layers come first; what they say in one way also overrides the other way to say it."""
+    """Merge the layers. Later layers take precedence, also over the counterparts in SAME_SWITCH."""
     merged: dict[str, Given] = {}
     for layer in layers:
         for pair in SAME_SWITCH:
@@ -177,7 +180,7 @@ def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, Given]:
 
 
 def _agree(one: Any, other: Any) -> bool:
-    """Whether two switches for one thing are both on or both off."""
+    """Return True if two switches of one setting are both on or both off."""
     return (one in (True, "fsdp") and other in (True, "fsdp")) or (one is False and other is False)
 
 
@@ -186,7 +189,7 @@ def _said(one: Given) -> str:
 
 
 def _imply(given: dict[str, Given], problems: list[str]) -> None:
-    """What follows from an option, said once here, so that no other part needs to know."""
+    """Set the options that follow from another option, so that no other module has to derive them."""
     qlora = given.get("use_qlora")
     if qlora is not None and qlora.value and "use_lora" not in given:
         given["use_lora"] = Given("use_lora", True, "use_qlora", f"implied by use_qlora, {qlora.where}")
@@ -214,13 +217,13 @@ def _moved_stage(given: Mapping[str, Given]) -> list[str]:
 
 
 def _beside_the_file(given: dict[str, Given], file: Path, notes: list[str]) -> None:
-    """Relative paths start in the current directory; where nothing is there, beside the config file."""
+    """Resolve relative paths in the current directory, else in the folder of the config file."""
 
     def found(name: str, path: str) -> str:
         try:
             if Path(path).is_absolute() or Path(path).exists() or not (file.parent / path).exists():
                 return path
-        except (OSError, ValueError):  # a name that no file can have: for the reader of the data to say
+        except (OSError, ValueError):  # not a valid file name: the reader of the data reports it
             return path
         notes.append(f"{name}: {path} is not in the current directory; using the one beside {file.name}")
         return str(file.parent / path)

@@ -1,4 +1,4 @@
-"""What can be said about the options themselves: their sections, the values they accept, whether a value is one."""
+"""Metadata of the options: sections, accepted values and validation of single values."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ LARGEST = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of the schema, as messages, the command line and the documentation need it."""
+    """Metadata of one option, for messages, the command line and the documentation."""
 
     name: str
     section: str
     text: str
-    """Its documentation."""
+    """Documentation of the option."""
     default: Any
     is_required: bool
     accepts: str
-    """The values it takes, in words."""
+    """Accepted values, in words."""
     choices: tuple[str, ...]
-    """The words that it takes, where it takes certain words."""
+    """Accepted words, if the option is an enumeration."""
     kinds: frozenset[str]
-    """Of "bool", "int", "float", "text", "list", "mapping", "null": what it takes besides those words."""
+    """Accepted types besides the choices: "bool", "int", "float", "text", "list", "mapping", "null"."""
 
     @property
     def is_plain_text(self) -> bool:
-        """Whether any text is a value as it stands."""
+        """True if the option accepts any text."""
         return "text" in self.kinds and not self.choices and self.kinds <= {"text", "null"}
 
 
 @cache
 def all_options() -> dict[str, Option]:
-    """Every option by its name, in the order of the schema."""
+    """Return every option by name, in the order of the schema."""
     sections = _sections()
     found = {}
     for name, field in TrainConfig.model_fields.items():
@@ -68,7 +68,7 @@ def all_options() -> dict[str, Option]:
 
 
 def checked(name: str, value: Any) -> Any:
-    """The value as the schema takes it; ValueError with what the option must be and what it is."""
+    """Return the validated value. Raise ValueError with the accepted values and the given one."""
     try:
         return _adapter(name).validate_python(value)
     except ValidationError as error:
@@ -76,17 +76,17 @@ def checked(name: str, value: Any) -> Any:
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The most similar of the names, if any is similar."""
+    """Return the most similar name, or None if no name is similar."""
     return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)), None)
 
 
 def shown(value: Any) -> str:
-    """A value for a message: short, and strings in quotes."""
+    """Return a short representation of a value for messages, with strings in quotes."""
     if isinstance(value, int) and value.bit_length() > 300:
         return f"a number of {value.bit_length():,d} bits"
     try:
         text = repr(value)
-    except ValueError:  # a list with a number of more than 4,300 digits
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -115,14 +115,14 @@ def _refusal(option: Option, value: Any, error: ValidationError) -> str:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """`a, b or c`."""
+    """Return the words as `a, b or c`."""
     if len(words) < 2:
         return "".join(words)
     return ", ".join(words[:-1]) + " or " + words[-1]
 
 
 def _sections() -> dict[str, str]:
-    """The section of each field: the heading comments of the schema's source."""
+    """Return the section of each field, from the heading comments in the schema's source."""
     sections, current = {}, ""
     for line in inspect.getsource(TrainConfig).splitlines():
         if heading := SECTION.search(line):
@@ -133,7 +133,7 @@ def _sections() -> dict[str, str]:
 
 
 def _accepted(annotation: Any, metadata: Iterable[Any] = ()) -> tuple[list[str], list[str], set[str]]:
-    """(alternatives in words, words that are values, kinds of other values) of a type annotation."""
+    """Return (alternatives in words, accepted words, kinds of other values) of a type annotation."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *extra = get_args(annotation)
@@ -174,7 +174,7 @@ def _simple(annotation: Any, metadata: Iterable[Any]) -> tuple[list[str], list[s
 
 
 def _range(metadata: Iterable[Any]) -> str:
-    """The limits of a number in words; the technical limit of whole numbers goes without saying."""
+    """Return the limits of a number in words, without the technical limit of 64-bit integers."""
     low = high = ""
     for item in metadata:
         for bound in item.metadata if isinstance(item, FieldInfo) else [item]:

@@ -1,4 +1,4 @@
-"""Text of a config file -> its tree of keys and values, each key with its line. Safe loading only, and bounded."""
+"""Parsers of YAML, TOML and JSON into a tree with line numbers. Loading is safe and limited in size and depth."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import yaml
 from vembed.errors import UserError
 
 MAX_BYTES = 300_000
-"""A config file is a page or two; a larger one is something else."""
+"""Largest config file in bytes."""
 MAX_VALUES = 5_000
-"""Values after all anchors are expanded: what stops a YAML bomb."""
+"""Most values after the expansion of anchors; protects against YAML bombs."""
 MAX_DEPTH = 40
 
 CORE_TAGS = ("str", "int", "float", "bool", "null", "seq", "map")
@@ -32,13 +32,14 @@ _RESOLVERS = [
 
 
 class CoreLoader(yaml.SafeLoader):
-    """YAML 1.2's rules for plain words: `2e-5` is a number, `no` and `12:30` are text."""
+    """YAML loader with the YAML 1.2 rules for plain scalars: `2e-5` is a number, `no` and `12:30` are text."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML keeps its table in a class attribute
 
 
 class CoreDumper(yaml.SafeDumper):
-    """Writes what `CoreLoader` reads back as it was: quotes whatever either YAML version would take for a number."""
+    """YAML dumper whose output `CoreLoader` reads back unchanged. Quotes every string that YAML 1.1 or 1.2 would
+    parse as another type."""
 
 
 for _name, _pattern, _first in _RESOLVERS:
@@ -48,20 +49,20 @@ for _name, _pattern, _first in _RESOLVERS:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value of the file; a mapping's values are nodes again, a list's are plain."""
+    """A value with its line. The values of a mapping are nodes; those of a list are plain."""
 
     value: Any
     line: int | None
 
     def plain(self) -> Any:
-        """The value without line numbers."""
+        """Return the value without line numbers."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         return self.value
 
 
 def read_tree(path: Path) -> Node:
-    """The tree of a YAML, TOML or JSON file; UserError with file and line where it cannot be read."""
+    """Return the tree of a YAML, TOML or JSON file. Raise UserError with file and line if it cannot be read."""
     readers = {".yaml": parse_yaml, ".yml": parse_yaml, ".toml": parse_toml, ".json": parse_json}
     reader = readers.get(path.suffix.lower())
     if reader is None:
@@ -92,7 +93,7 @@ def _read_text(path: Path) -> str:
 
 
 def parse_yaml(text: str, name: str) -> Node:
-    """The tree of YAML text; tags beyond YAML's own scalars, lists and mappings are refused."""
+    """Return the tree of YAML text. Raise UserError on tags other than YAML's core scalars, lists and mappings."""
     try:
         root = yaml.compose(text, Loader=CoreLoader)
     except yaml.YAMLError as error:
@@ -106,7 +107,7 @@ def parse_yaml(text: str, name: str) -> Node:
 
 
 def parse_value(text: str, name: str = "command line") -> Any:
-    """A value as the command line gives it: what YAML reads, or the text itself where that is no YAML."""
+    """Parse a value of the command line as YAML; return the text itself if it is not valid YAML."""
     if len(text) > MAX_BYTES:
         raise UserError(f"{name}: a value of {len(text):,d} characters is too long.")
     try:
@@ -117,7 +118,7 @@ def parse_value(text: str, name: str = "command line") -> Any:
 
 
 class _YamlTree:
-    """Turns PyYAML's nodes into ours, with an eye on how many they become."""
+    """Converter from PyYAML nodes to `Node`, with a limit on their number."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -214,13 +215,13 @@ def parse_json(text: str, name: str) -> Node:
 
 
 def _second_line(text: str, key: str) -> str:
-    """Where a JSON key stands for the second time; nothing where it may as well belong to another object."""
+    """Return the line of the second occurrence of a JSON key; an empty string if another object may hold it too."""
     places = list(re.finditer(re.escape(json.dumps(key)) + r"\s*:", text))
     return f", line {text.count(chr(10), 0, places[1].start()) + 1}" if len(places) == 2 else ""
 
 
 def tree_of_mapping(data: Mapping[Any, Any]) -> Node:
-    """The tree of a dict from Python, without lines."""
+    """Return the tree of a Python dict, without line numbers."""
     return _at_line(dict(data), None)
 
 

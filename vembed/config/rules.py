@@ -1,4 +1,4 @@
-"""Rules across options: one rule, one function, one sentence with the values and the way out. None needs a model."""
+"""Rules across options: one function and one message per rule. No rule needs a model or a device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vembed.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A rule that a config breaks."""
+    """A broken rule: the options involved and the message."""
 
     options: tuple[str, ...]
     sentence: str
 
     def text(self, places: Mapping[str, str]) -> str:
-        """The sentence, and where its options were set."""
+        """Return the message, followed by the places where its options were set."""
         said = "; ".join(f"{name}: {places[name]}" for name in self.options if name in places)
         return f"{self.sentence} ({said})" if said else self.sentence
 
@@ -28,15 +28,15 @@ Rule = Callable[[TrainConfig], Violation | None]
 
 
 def violations(config: TrainConfig) -> list[Violation]:
-    """Every rule that the config breaks."""
+    """Return all violations of a config."""
     return [broken for rule in RULES if (broken := rule(config)) is not None]
 
 
-# ---- for others to call, when they know more -----------------------------------------------------------------------
+# ---- values that depend on the world size --------------------------------------------------------------------------
 
 
 def batch_size_per_process(config: TrainConfig, world_size: int) -> int:
-    """Rows per process and batch; UserError where the global batch cannot be divided."""
+    """Return the rows per process and batch. Raise UserError if the global batch is not divisible."""
     if config.global_batch_size is None:
         return config.batch_size
     if config.global_batch_size % world_size:
@@ -322,7 +322,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-# ---- remarks: what was asked for and has no effect -----------------------------------------------------------------
+# ---- remarks: options without effect -------------------------------------------------------------------------------
 
 _PAIRWISE = (
     "bidirectional", "query_query_negatives", "document_document_negatives", "false_negative_margin",
@@ -335,7 +335,7 @@ WITHOUT_EFFECT_UNDER_LOSS = {
     "triplet": (*(name for name in _PAIRWISE if name != "mask_duplicates"), "temperature", "learn_temperature"),
     "sigmoid": ("bidirectional", "learn_temperature", "triplet_margin"),
 }
-"""Options that a loss does not look at."""
+"""Options that a loss ignores."""
 
 NEEDED_BY: dict[str, tuple[str, ...]] = {
     "use_mrl": ("mrl_dims", "mrl_weights", "mrl_projection", "mrl_projection_init"),
@@ -352,11 +352,11 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
     "save_steps": ("async_save",),
     "image_model_name": ("composed_dim",),
 }
-"""Option -> options that have no effect without it."""
+"""Map from an option to the options that have no effect without it."""
 
 
 def remarks(config: TrainConfig) -> list[str]:
-    """One sentence for each thing that was asked for and has no effect, or means something else than it may seem."""
+    """Return one sentence per option that has no effect or may be misunderstood."""
     values, defaults = dict(config), TrainConfig(model_name="-", data_path="-")
     set_apart = {name for name, value in values.items() if value != dict(defaults)[name]}
     found = [

@@ -1,4 +1,4 @@
-"""Values in their one spelling: other words for a value, lists written with commas, text from the command line."""
+"""Normalisation of option values: synonyms, comma-separated lists and text from the command line."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ SPELLINGS: dict[str, dict[str, str]] = {
     "fsdp_state_dict_type": {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded", "LOCAL_STATE_DICT": "local"},
     "report_to": {"tensorboard": "tb", "wandb": "weights_and_biases"},
 }
-"""Option -> value -> its other spellings. Upper and lower case, `-` and `_` are the same everywhere."""
+"""Map from option and value to the value's synonyms. Case is ignored; `-`, a space and `_` are equal."""
 
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def as_bool(value: Any) -> bool:
-    """true or false as people write it; ValueError otherwise."""
+    """Return the boolean that a word stands for. Raise ValueError for any other word."""
     if str(value).lower() not in BOOLS:
         raise ValueError("must be true or false")
     return BOOLS[str(value).lower()]
 
 
 def normalise(name: str, value: Any) -> Any:
-    """An option's value in its one spelling; what is not understood stays as it is, for the schema to refuse."""
+    """Return the canonical form of a value. An unknown value is returned unchanged, and the schema refuses it."""
     option = all_options()[name]
     words = {_fold(choice): choice for choice in option.choices}
     for choice, others in SPELLINGS.get(name, {}).items():
@@ -91,7 +91,7 @@ def normalise(name: str, value: Any) -> Any:
 
 
 def from_text(name: str, text: str) -> Any:
-    """An option's value from the command line: the text itself for options that take any text, otherwise as YAML."""
+    """Parse a value of the command line: options of plain text take the text itself, others are parsed as YAML."""
     option = all_options()[name]
     if option.is_plain_text:
         return None if text == "null" and "null" in option.kinds else text
@@ -104,7 +104,7 @@ def from_text(name: str, text: str) -> Any:
 
 
 def _pairs(value: Mapping[Any, Any]) -> dict[Any, Any]:
-    """{a:b} without a space, which YAML reads as a name without a value, but which shells need no quotes for."""
+    """Split keys of the form `a:b`. YAML reads {a:b} without a space as a key without a value."""
     pairs = [(key, entry) for key, entry in value.items()]
     split = [str(key).partition(":") for key, _ in pairs]
     if any(entry is not None or not colon for (_, entry), (_, colon, _) in zip(pairs, split, strict=True)):

@@ -1,1 +1,1 @@
-"""From files to padded tensors: records, batches, micro-batches, features."""
+"""Data: from files to padded tensors, by way of records, batches, micro-batches and features."""

@@ -1,4 +1,4 @@
-"""The global batch: which examples a step trains on, as a pure function of seed, epoch and step. No files, no ranks."""
+"""Batch schedule: the examples of each global batch, as a pure function of seed, epoch and step."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ import numpy as np
 from vembed.errors import UserError
 
 EPOCHS_KEPT = 2
-"""Orders that are held in memory: steps are prepared ahead, so that two epochs meet at their border."""
+"""Number of epoch orders in memory. Batches are prepared ahead, so two epochs are in use at an epoch's end."""
 CHUNK = 65_536
 
-# What a stream of random numbers is for; one number each, so that no two streams are the same.
+# Purpose of a random stream, part of its seed, so that no two streams are equal.
 _PASS, _MIX, _BATCHES = 1, 2, 3
 
 
 @dataclass(frozen=True)
 class ContentKeys:
-    """The contents of each example as numbers: those of example i are values[starts[i] : starts[i + 1]]."""
+    """Content keys of all examples; those of example i are values[starts[i] : starts[i + 1]]."""
 
     values: np.ndarray
     starts: np.ndarray
 
     def of(self, index: int) -> np.ndarray:
-        """The keys of one example."""
+        """Return the keys of one example."""
         return self.values[self.starts[index] : self.starts[index + 1]]
 
     def rows(self, indices: np.ndarray) -> Iterator[tuple[int, list[int]]]:
-        """Each of the examples with its keys, in the order of `indices`."""
+        """Yield each example with its keys, in the order of `indices`."""
         for first in range(0, len(indices), CHUNK):
             chunk = indices[first : first + CHUNK]
             begins = self.starts[chunk]
             counts = self.starts[chunk + 1] - begins
             ends = np.cumsum(counts)
+            # One gather for the whole chunk: position in the output, shifted to where its example begins in `values`.
             flat = self.values[np.arange(ends[-1]) + np.repeat(begins - (ends - counts), counts)].tolist()
             start = 0
             for index, end in zip(chunk.tolist(), ends.tolist(), strict=True):
@@ -44,13 +45,13 @@ class ContentKeys:
                 start = end
 
 
-class BatchPlan:
-    """The batches of all epochs over one or several sources, whose examples are numbered one source after the other.
+class BatchSchedule:
+    """Global batches of all epochs over one or several sources. Examples are numbered consecutively over the sources.
 
-    A source of weight w gives w times its size to each epoch. It goes through its examples in random passes, one after
-    the other over the epochs, so that none comes again before all others of its source have come. With `homogeneous`
-    a batch comes from one source. With `keys` no two examples of a batch have content in common: one that would bring
-    a duplicate waits for a later batch. What does not fill a batch at the end of an epoch is left out of that epoch.
+    A source of weight w contributes w times its size to each epoch. It is drawn in random passes that continue over
+    epochs, so that no example repeats before all others of its source were drawn. With `homogeneous`, all examples of a
+    batch come from one source. With `keys`, no two examples of a batch share content: an example with a duplicate is
+    moved to a later batch. Examples that do not fill a batch at the end of an epoch are dropped from that epoch.
     """
 
     def __init__(
@@ -83,12 +84,12 @@ class BatchPlan:
             self._num_batches = [len(batches) for batches in self._groups(0)]
         self.steps_per_epoch = sum(self._num_batches)
         self.num_drawn = sum(self._num_drawn)
-        """Examples that an epoch draws."""
+        """Number of examples drawn per epoch."""
         self.num_left_out = self.num_drawn - self.steps_per_epoch * global_batch_size
-        """Of those, how many do not fill a batch and are left out of the epoch."""
+        """Number of drawn examples that do not fill a batch and are dropped."""
 
     def batch(self, epoch: int, step: int) -> np.ndarray:
-        """Indices of the examples of one global batch, int64, in order."""
+        """Return the int64 indices of the examples of one global batch, in order."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} of an epoch of {self.steps_per_epoch} steps")
         with self._lock:
@@ -102,7 +103,7 @@ class BatchPlan:
         return batch
 
     def summary(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         line = f"batches: {self.steps_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"
         if self.num_left_out:
             why = "the last incomplete batch of each source" if self.homogeneous else "the last incomplete batch"
@@ -127,14 +128,14 @@ class BatchPlan:
                 )
 
     def _order(self, epoch: int) -> np.ndarray:
-        """[steps_per_epoch, global_batch_size] the examples of an epoch."""
+        """Return the examples of an epoch: [steps_per_epoch, global_batch_size]."""
         batches = np.concatenate(self._groups(epoch))
         if len(self._num_batches) > 1:
             return np.take(batches, self._shuffled(len(batches), _BATCHES, epoch), axis=0)
         return batches
 
     def _groups(self, epoch: int) -> list[np.ndarray]:
-        """For each group of sources [steps, global_batch_size]."""
+        """Return [steps, global_batch_size] for each group of sources."""
         drawn = [self._draw(source, epoch) for source in range(len(self.sizes))]
         streams = drawn if self.homogeneous else [self._mix(drawn, epoch)]
         if self.keys is None:
@@ -142,7 +143,7 @@ class BatchPlan:
         return [self._without_duplicates(group, stream, self.keys, epoch) for group, stream in enumerate(streams)]
 
     def _draw(self, source: int, epoch: int) -> np.ndarray:
-        """The examples that a source gives to an epoch: the next ones of its passes."""
+        """Return the examples of a source in an epoch: the next ones of its random passes."""
         size, num_drawn = self.sizes[source], self._num_drawn[source]
         begin, end = epoch * num_drawn, (epoch + 1) * num_drawn
         parts = []
@@ -152,7 +153,7 @@ class BatchPlan:
         return np.concatenate(parts) + int(self._first[source])
 
     def _mix(self, drawn: list[np.ndarray], epoch: int) -> np.ndarray:
-        """One stream of several. Each keeps its own order, so that a second pass does not come before the first."""
+        """Interleave the streams at random. Each keeps its order, so that a second pass does not precede the first."""
         if len(drawn) == 1:
             return drawn[0]
         source_of = np.repeat(np.arange(len(drawn)), [len(one) for one in drawn])
@@ -163,28 +164,29 @@ class BatchPlan:
         return mixed
 
     def _without_duplicates(self, group: int, stream: np.ndarray, keys: ContentKeys, epoch: int) -> np.ndarray:
-        """[steps, global_batch_size] of one group."""
+        """Return [steps, global_batch_size] of one group, without common content inside a batch."""
         size = self.global_batch_size
         packed = np.array(list(pack(keys.rows(stream), size)), dtype=np.int64).reshape(-1, size)
         if epoch == 0:
             if not len(packed):
                 raise UserError(_no_batch(stream, keys, size))
             return packed
-        # Every epoch has as many batches as the first one: where fewer come out, batches of the first fill up.
+        # Every epoch must have as many batches as the first one, or step numbers would not map to epochs. If fewer
+        # come out, batches of the first epoch are added.
         num_missing = self._num_batches[group] - len(packed)
         if num_missing > 0:
             return np.concatenate([packed, self._groups(0)[group][-num_missing:]])
         return packed[: self._num_batches[group]]
 
     def _shuffled(self, size: int, *stream: int) -> np.ndarray:
-        """A permutation. Raw bits and a stable sort, because numpy promises only these to stay as they are."""
+        """Return a permutation from raw bits and a stable sort: numpy guarantees only these across versions."""
         bits = np.random.Philox(np.random.SeedSequence([self.seed, *stream]))
         return np.argsort(bits.random_raw(size), kind="stable")
 
 
 def pack(rows: Iterator[tuple[int, list[int]]], size: int) -> Iterator[list[int]]:
-    """Full batches of examples that have no key in common; an example in conflict waits, before those after it."""
-    waiting: dict[int, deque[tuple[int, list[int]]]] = {}  # by the key that was in the way
+    """Yield full batches of examples without a common key. Deferred examples come before new ones."""
+    waiting: dict[int, deque[tuple[int, list[int]]]] = {}  # deferred examples by the key in conflict
     more = True
     while more or waiting:
         batch: list[int] = []
@@ -218,7 +220,7 @@ def pack(rows: Iterator[tuple[int, list[int]]], size: int) -> Iterator[list[int]
 
 
 def rank_rows(num_rows: int, rank: int, world_size: int) -> slice:
-    """The rows of a global batch that a rank takes: equal shares, or ones that differ by one row."""
+    """Return the rows of a global batch for a rank. The sizes of the parts differ by at most one row."""
     return slice(rank * num_rows // world_size, (rank + 1) * num_rows // world_size)
 
 

@@ -1,4 +1,4 @@
-"""The cache folder: what the first pass over large data found, so that other processes and later runs need none."""
+"""Cache folder: the index of large data, stored for other processes and later runs."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from vembed.data.batches import ContentKeys
 from vembed.data.index import Counts, Index
 
 FORMAT = 1
-"""Rises when the meaning of records or the layout of an entry changes, so that older entries no longer count."""
+"""Format version. Increase it when the meaning of records or the layout of an entry changes."""
 
 
 def cache_folder() -> Path:
-    """Where vembed keeps what it can make again: $XDG_CACHE_HOME/vembed, by default ~/.cache/vembed."""
+    """Return vembed's cache folder: $XDG_CACHE_HOME/vembed, by default ~/.cache/vembed."""
     base = os.environ.get("XDG_CACHE_HOME")
     return Path(base) / "vembed" if base else Path("~/.cache/vembed").expanduser()
 
 
 def stamp(path: Path) -> list[int]:
-    """What tells a file from its later versions."""
+    """Return size, modification time and inode of a file, to detect changes."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def short_hash(*values: Any) -> str:
-    """A short name for plain values."""
+    """Return a short hash of JSON values."""
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=12).hexdigest()
 
 
 class IndexCache:
-    """One entry: the index of one source as it is read with one set of options."""
+    """Cache entry for the index of one source with one set of options."""
 
     def __init__(self, folder: Path, files: Sequence[Path], options: Sequence[Any]) -> None:
         self._folder = folder / "index"
@@ -47,13 +47,13 @@ class IndexCache:
         self._stamps = [stamp(path) for path in files]
 
     def load(self) -> Index | None:
-        """The index, if there is one and neither the data nor the images have changed since."""
+        """Return the stored index; None if there is none, or if the data or images have changed."""
         try:
             facts = json.loads((self._entry / "facts.json").read_text(encoding="utf-8"))
             if facts["stamps"] != self._stamps or not self._same_images(facts["images"]):
                 return None
             arrays = {name: np.load(self._entry / f"{name}.npy", mmap_mode="r") for name in facts["arrays"]}
-        except (OSError, ValueError, KeyError):  # not there, or damaged: it is made again
+        except (OSError, ValueError, KeyError):  # missing or damaged: the index is built again
             return None
         if any(len(array) != size for array, size in zip(arrays.values(), facts["arrays"].values(), strict=True)):
             return None
@@ -67,7 +67,7 @@ class IndexCache:
         )
 
     def save(self, index: Index) -> None:
-        """Keep an index. Where nothing can be written it is not kept, and nobody loses more than time."""
+        """Store an index. Errors of the disk are ignored: the index is built again the next time."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             partial = Path(tempfile.mkdtemp(dir=self._folder, prefix="partial-"))
@@ -107,5 +107,5 @@ class IndexCache:
 def _image_stamp(path: str) -> list[int] | None:
     try:
         return stamp(Path(path))
-    except (OSError, ValueError):  # missing, or an address: that may change too
+    except (OSError, ValueError):  # missing file or an address
         return None

@@ -1,4 +1,4 @@
-"""Columns: which name in a file is what part of a record, by a fixed table or the user's column_mapping."""
+"""Columns: assignment of column names to the parts of a record, by a fixed table or the user's column_mapping."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "negative_image": ("negative_image", "negative_images"),
     "score": ("score", "scores", "similarity_score", "label"),
 }  # fmt: skip
-"""The names that each part of a record may have. Where a record has several of one part, the first is read, and of
-negatives all are; `negative_1`, `negative_2` ... are negatives too. `label` counts only beside sentence1 and sentence2:
-elsewhere it may be anything."""
+"""Accepted column names of each part of a record. If a record has several columns for one part, the first is read; all
+are read for negatives, and `negative_1`, `negative_2` ... are negatives too. `label` is a score only beside sentence1
+and sentence2; elsewhere it may have any meaning."""
 
 GUESSES: dict[str, tuple[str, ...]] = {
     "query": (
@@ -36,7 +36,7 @@ GUESSES: dict[str, tuple[str, ...]] = {
     ),
     "positive_image": ("image_path", "image_file", "file_name", "filename", "img", "picture", "photo"),
 }  # fmt: skip
-"""Names that are not read by themselves, but that often are what is meant: for advice, and for `vembed init`."""
+"""Likely column names that are not read automatically; used for advice and by `vembed init`."""
 
 _NUMBERED_NEGATIVE = re.compile(r"(neg|negative)_(\d+)")
 _ID = re.compile(r"(^|[\W_])(id|index|idx)$", re.IGNORECASE)
@@ -46,7 +46,7 @@ _ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which column of a record is what."""
+    """Columns of a record by part."""
 
     query: str | None
     query_image: str | None
@@ -59,16 +59,16 @@ class Layout:
     problem: str | None
 
     def columns(self) -> list[str]:
-        """All columns that are read."""
+        """Return all columns that are read."""
         single = (self.query, self.query_image, self.positive, self.positive_image, self.negative_image, self.score)
         return [name for name in (*single, *self.negatives) if name is not None]
 
 
 class Columns:
-    """Finds the parts of records by their names, and remembers which names were of no use."""
+    """Assignment of a source's columns to the parts of a record, with a list of unused columns."""
 
     def __init__(self, mapping: Mapping[str, str] | None = None, *, may_miss: bool = False) -> None:
-        """`mapping`: column_mapping, names in the file -> names of the table above. `may_miss`: it is meant for several
+        """`mapping`: column_mapping, names in the file -> names in COLUMNS. `may_miss`: the mapping serves several
         sources, and this one need not have all of its names."""
         self._mapping = _roles(mapping or {})
         self._layouts: dict[tuple[str, ...], Layout] = {}
@@ -77,16 +77,16 @@ class Columns:
 
     @property
     def unused(self) -> list[str]:
-        """Columns that records had and that nobody reads."""
+        """Columns of records that are not read."""
         return sorted(self._unused)
 
     @property
     def mapped_but_missing(self) -> list[str]:
-        """Names of column_mapping that no record had."""
+        """Names in column_mapping that no record has."""
         return sorted(self._not_seen)
 
     def check(self, columns: Iterable[str]) -> None:
-        """Refuse a table whose header lacks what is needed."""
+        """Raise UserError if a table's header lacks a required column."""
         names = tuple(columns)
         layout = self.layout(names)
         if layout.problem:
@@ -95,17 +95,17 @@ class Columns:
             raise UserError(f"column_mapping names {listed(sorted(self._not_seen))}, but the file has {listed(names)}")
 
     def needed(self, columns: Iterable[str]) -> list[str]:
-        """Those of a table's columns that are read, in the table's order."""
+        """Return the columns of a table that are read, in the table's order."""
         names = tuple(columns)
         read = set(self.layout(names).columns())
         return [name for name in names if name in read]
 
     def layout(self, columns: tuple[str, ...]) -> Layout:
-        """What the columns of a record are; the answer for the same columns is the same object."""
+        """Return the layout of a record with these columns (cached)."""
         return self._layouts.get(columns) or self._find(columns)
 
     def note_unused(self, name: str) -> None:
-        """Remember a name that nobody reads."""
+        """Record a name that is not read."""
         if len(self._unused) < _LAYOUTS_KEPT:
             self._unused[shown(name)] = None
 
@@ -117,7 +117,7 @@ class Columns:
         are_sentences = "sentence1" in columns and "sentence2" in columns and not found["query"]
         present = set(columns)
         for role, names in COLUMNS.items():
-            if not found[role]:  # a mapped column stands before those that have the name by chance
+            if not found[role]:  # a mapped column takes precedence over the table
                 found[role] = [name for name in names if name in present and name not in mapped]
         found["negative"] += sorted(
             (name for name in columns if _NUMBERED_NEGATIVE.fullmatch(name) and name not in mapped), key=_number_of
@@ -142,7 +142,7 @@ class Columns:
 
 
 def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
-    """A column mapping with every name that vembed reads turned into what it stands for."""
+    """Return the column mapping with each target name replaced by its part of a record."""
     roles: dict[str, str] = {}
     for name, target in mapping.items():
         role = _ROLE_OF.get(target)
@@ -177,7 +177,7 @@ def _problem(found: dict[str, list[str]], columns: tuple[str, ...]) -> str | Non
 
 
 def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, str]:
-    """A column mapping for the missing ones of query and positive, as far as the names of columns tell."""
+    """Return a column mapping for the missing parts (query, positive), guessed from the column names."""
     free, mapping = list(columns), dict[str, str]()
     for role in missing:
         targets = [target for target in (role, f"{role}_image") if target in GUESSES]

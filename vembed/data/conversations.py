@@ -1,4 +1,4 @@
-"""Conversations: records as LLM trainers write them, messages with roles, turned into the fields that vembed reads."""
+"""Conversations: conversion of records with chat messages to the fields that vembed reads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _IMAGE = "<image>"
 
 
 def is_conversation(record: dict[str, Any]) -> bool:
-    """Whether a record has its query as messages, and what it should find too."""
+    """Return True if a record has its query and its positives as messages."""
     return isinstance(record.get(QUERY), list) and "positive_messages" in record
 
 
 def as_fields(record: dict[str, Any]) -> dict[str, Any]:
-    """The same record with `query`, `positive`, `negatives` and `score`; other fields stay, to be noted as unused."""
+    """Return the record with `query`, `positive`, `negatives` and `score`. Other fields are kept."""
     known = {name for messages, images, _ in _SIDES for name in (messages, images)}
     fields = {name: value for name, value in record.items() if name not in known and name != "label"}
     for name, images_name, field in _SIDES:
@@ -42,7 +42,7 @@ def as_fields(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _item(messages: Any, images: Any, name: str) -> dict[str, Any]:
-    """What the user says, as one item; markers of images go, since an item knows its images."""
+    """Return the user's messages as one item. Image markers are removed, since an item lists its images."""
     texts = []
     for message in messages if isinstance(messages, list) else [messages]:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):

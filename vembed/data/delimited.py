@@ -1,4 +1,4 @@
-"""Reader of CSV and TSV."""
+"""Reader of CSV and TSV files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vembed.errors import UserError
 log = logging.getLogger("vembed")
 
 DELIMITERS = (",", ";", "\t", "|")
-"""What may stand between fields."""
+"""Delimiters that are recognised."""
 
 
 class DelimitedFile(TextFile):
@@ -28,7 +28,7 @@ class DelimitedFile(TextFile):
 
     def __init__(self, path: Path, delimiter: str, columns: Columns) -> None:
         super().__init__(path)
-        # The limit belongs to the whole process. Raising it harms nobody.
+        # The limit is global to the process; raising it is harmless.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
         self._delimiter = delimiter_of(self._first_line(), delimiter)
         if self._delimiter != delimiter:
@@ -43,7 +43,7 @@ class DelimitedFile(TextFile):
         self._check_header(columns)
 
     def scan(self) -> Iterator[Found]:
-        """All records in order."""
+        """Yield all records in order."""
         for start, size, number, problem in self._spans(*self._data):
             if problem is not None:
                 yield start, 0, number, BadRecord(problem)
@@ -53,7 +53,7 @@ class DelimitedFile(TextFile):
                 yield start, size, number, self._record(raw)
 
     def read(self, start: int, size: int) -> Any:
-        """One record again, by what `scan` said about it."""
+        """Return one record again, from the position and size that `scan` yielded."""
         return self._record(self._bytes(start, size))
 
     def _check_header(self, columns: Columns) -> None:
@@ -70,9 +70,9 @@ class DelimitedFile(TextFile):
             return file.readline(MAX_RECORD).decode(errors="replace")
 
     def _spans(self, start: int, number: int) -> Iterator[tuple[int, int, int, str | None]]:
-        """Where each record begins, its size, its first line, and what is wrong with it.
+        """Yield the position, size, first line and problem of each record.
 
-        A quote that is never closed would swallow the records after it: what cannot be parsed ends with its first line.
+        An unclosed quote would consume the records after it, so an unparsable record ends with its first line.
         """
         with self._from(start) as file:
             feed = _Lines(file)
@@ -95,7 +95,7 @@ class DelimitedFile(TextFile):
                     size, num_lines = feed.first_size, 1
                     file.seek(start + size)
                 if self._is_tsv and size <= MAX_RECORD:
-                    problem = None  # its quotes may be letters: `_row` decides
+                    problem = None  # quotes in TSV may be ordinary characters: `_row` decides
                 yield start, size, number, problem
                 start += size
                 number += num_lines
@@ -124,13 +124,13 @@ class DelimitedFile(TextFile):
         except csv.Error as error:
             if not self._is_tsv:
                 return BadRecord(f"not CSV ({_reason(error)})")
-        # Many TSV files know no quoting, and a quote in them is a letter.
+        # Many TSV files do not use quoting; a quote is an ordinary character there.
         return text.rstrip("\r\n").split("\t")
 
 
 def delimiter_of(header: str, expected: str) -> str:
-    """What separates the fields of a file that begins with this line: what its ending promises, unless the line is one
-    field by that and several by another."""
+    """Return the delimiter of a file with this header: the expected one, unless it gives a single field and another
+    delimiter gives several."""
 
     def num_fields(delimiter: str) -> int:
         try:
@@ -145,14 +145,14 @@ def delimiter_of(header: str, expected: str) -> str:
 
 
 class _Lines:
-    """The lines of a file for csv.reader, with the size of what one record has taken so far."""
+    """Iterator of a file's lines for csv.reader that counts the bytes of the current record."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.begin_record()
 
     def begin_record(self) -> None:
-        """Count from here."""
+        """Reset the counters at the start of a record."""
         self.size = self.first_size = self.num_lines = 0
 
     def __iter__(self) -> _Lines:
@@ -177,5 +177,5 @@ class _Lines:
 
 
 def _reason(error: csv.Error) -> str:
-    """What is wrong, without the advice to programmers that csv adds."""
+    """Return csv's error without its advice to programmers."""
     return str(error).partition(" - ")[0]

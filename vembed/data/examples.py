@@ -1,4 +1,4 @@
-"""Item and Example: what a record means, in text, images or both. Nothing here reads a file."""
+"""Item and Example: the contents of a record as texts and images. Reads no file."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ Kind = Literal["query", "document"]
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """Where one image is: a path (already resolved against image_root), an address, or its encoded bytes."""
+    """Reference to one image: a path (resolved against image_root), an address, or its encoded bytes."""
 
     path: str | None = None
     data: bytes | None = None
 
     def identity(self) -> bytes:
-        """Bytes that are equal for equal images, without decoding them."""
+        """Return bytes that identify the image, without decoding it."""
         return self.data if self.data is not None else b"path:" + str(self.path).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One thing that is embedded: a text, one or several images, or both."""
+    """One input to embed: a text, one or several images, or both."""
 
     text: str | None = None
     images: tuple[ImageRef, ...] = ()
 
     def key(self) -> int:
-        """A 63-bit number that is the same for equal content, on every process and in every run."""
+        """Return a 63-bit hash of the content, equal on every process and in every run."""
         digest = hashlib.blake2b(digest_size=8)
         if self.text is not None:
             digest.update(b"t" + self.text.encode("utf-8", "surrogatepass"))
         for image in self.images:
             digest.update(b"\x00i" + image.identity())
-        return int.from_bytes(digest.digest(), "little") >> 1
+        return int.from_bytes(digest.digest(), "little") >> 1  # 63 bits: fits a signed int64 tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One record: a query, what it should find, what it should not, and scores where the data have them."""
+    """One record: a query, its positives, its negatives, and scores if the data have them."""
 
     query: Item
     positives: tuple[Item, ...]
@@ -54,4 +54,4 @@ class Example:
 
 
 class BadRecord(UserError):  # noqa: N818 - it names the record, not an error of ours
-    """A record that cannot be used, and why; who reads the file adds file and line."""
+    """An invalid record, with the reason. The caller that reads the file adds file and line."""

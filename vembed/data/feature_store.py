@@ -1,8 +1,8 @@
-"""FeatureStore: what a frozen tower gave for each input, kept on disk for the run's next epochs and for later runs.
+"""FeatureStore: cached features of frozen towers on disk, for later epochs and later runs.
 
-A folder holds the features of one tower. Every process appends to a file of its own there and reads everybody's, so
-that processes need no locks. A file is a header, then blocks: the number of rows, a checksum, their keys, and the rows,
-each behind a checksum of its own. What was cut short, damaged or belongs to something else is left out and made again.
+A folder holds the features of one tower. Every process appends to its own file there and reads the files of all, so no
+locks are needed. A file is a header, then blocks: the number of rows, a checksum, their keys, and the rows, each after
+its own checksum. Truncated, damaged or foreign blocks are ignored, and their features are computed again.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _KEY_BYTES = 16
 
 @dataclass
 class _File:
-    """One process's file, as far as it has been read."""
+    """The file of one process, and the position up to which it was read."""
 
     path: Path
     descriptor: int
     read_to: int = 0
     is_whole: bool = True
-    """Whether what follows `read_to` may still become readable."""
+    """False: the file is damaged at `read_to`, and the rest is ignored."""
 
 
 class FeatureStore:
-    """Rows of one size by key. Only `find` and `add` touch the disk, and neither ever fails for want of it."""
+    """Store of feature rows by key. Errors of the disk are logged and never raised."""
 
     def __init__(self, folder: Path, identity: str) -> None:
-        """`identity`: all that the rows depend on besides their keys; it also names the folder inside `folder`."""
+        """`identity`: hash of all that the rows depend on besides their keys; also the name of the subfolder."""
         self.folder = folder / identity
         self.num_read = 0
         self.num_added = 0
@@ -62,20 +62,20 @@ class FeatureStore:
         self._own: int | None = None
         self._writes = True
         self._look_around()
-        with suppress(OSError):  # not there yet, or not ours
-            os.utime(self.folder)  # when it was used last, for those who clean up
+        with suppress(OSError):  # the folder does not exist yet, or belongs to another user
+            os.utime(self.folder)  # its modification time is the time of last use
 
     def __len__(self) -> int:
         return len(self._places)
 
     @property
     def num_bytes(self) -> int:
-        """What the files take on disk, as far as they can be seen now."""
+        """Bytes of all readable files on disk."""
         self._look_around()
         return sum(os.fstat(file.descriptor).st_size for file in self._files.values() if file is not None)
 
     def find(self, features: Sequence[Features]) -> dict[int, np.ndarray]:
-        """Position in `features` -> its row, for those that somebody has added."""
+        """Return a map from position in `features` to the stored row, without the missing ones."""
         keys = [self._key(one) for one in features]
         if any(key not in self._places for key in keys):
             self._look_around()
@@ -88,7 +88,7 @@ class FeatureStore:
         return found
 
     def add(self, features: Sequence[Features], rows_ND: np.ndarray) -> None:
-        """Keep one row for each input. Where the disk takes no more, the log says so, and the run goes on without."""
+        """Store one row for each input. If the disk is full, log a warning and store nothing from then on."""
         self.num_added += len(features)
         if not self._writes or not len(features):
             return
@@ -111,7 +111,7 @@ class FeatureStore:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close all files."""
         for file in self._files.values():
             if file is not None:
                 os.close(file.descriptor)
@@ -134,10 +134,10 @@ class FeatureStore:
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def _look_around(self) -> None:
-        """Read the keys of what has come since the last time, from files of this process and of others."""
+        """Read the keys of new blocks, from the files of this process and of others."""
         try:
             names = sorted(entry.name for entry in os.scandir(self.folder) if entry.name.endswith(SUFFIX))
-        except OSError:  # nobody has written yet
+        except OSError:  # no process has written yet
             return
         for name in names:
             if name not in self._files:
@@ -158,7 +158,7 @@ class FeatureStore:
         size = os.fstat(file.descriptor).st_size
         if file.read_to == 0:
             if size < _HEADER.size:
-                return  # its process has only begun
+                return  # the header is not written yet
             magic, identity, width, itemsize = _HEADER.unpack(os.pread(file.descriptor, _HEADER.size, 0))
             shape = self._shape or (width, itemsize)
             if (magic, identity, width, itemsize) != (MAGIC, self._identity, *shape) or itemsize not in (4, 8):
@@ -172,7 +172,7 @@ class FeatureStore:
             num_rows, checksum = _BLOCK.unpack(os.pread(file.descriptor, _BLOCK.size, file.read_to))
             first = file.read_to + _BLOCK.size + num_rows * _KEY_BYTES
             if first + num_rows * stride > size:
-                return  # the rest is being written, or never was
+                return  # the block is still being written, or was truncated
             keys = os.pread(file.descriptor, num_rows * _KEY_BYTES, file.read_to + _BLOCK.size)
             if not num_rows or zlib.crc32(keys) != checksum:
                 self._give_up(file, f"is damaged from byte {file.read_to:,d} on")
@@ -193,7 +193,7 @@ class FeatureStore:
             self._give_up(file, f"is damaged at byte {place:,d}")
             self._places = {key: (other, place) for key, (other, place) in self._places.items() if other is not file}
             with suppress(OSError):
-                file.path.unlink()  # its rows are made again, and would be found here first the next time
+                file.path.unlink()  # else the damaged rows would be found first in the next run too
             return None
         return np.frombuffer(row, dtype=np.float32 if itemsize == 4 else np.float64)
 
@@ -203,17 +203,17 @@ class FeatureStore:
 
 
 def size_of_all(folder: Path) -> tuple[int, int]:
-    """How many towers have features in a folder, and the bytes of all."""
+    """Return the number of towers with features in a folder, and their bytes."""
     sizes: dict[Path, int] = {}
     for path in folder.glob(f"*/*{SUFFIX}"):
-        with suppress(OSError):  # deleted meanwhile
+        with suppress(OSError):  # deleted by another process
             sizes[path.parent] = sizes.get(path.parent, 0) + path.stat().st_size
     return len(sizes), sum(sizes.values())
 
 
 def lasting_key(features: Features) -> bytes:
-    """What an input is, for other runs: a file of an image counts as another one once it has changed."""
-    digest = hashlib.blake2b(features.lane.encode(), digest_size=_KEY_BYTES)
+    """Return the key of an input that is valid across runs. For image files it includes size and modification time."""
+    digest = hashlib.blake2b(features.modality.encode(), digest_size=_KEY_BYTES)
     if features.token_ids is not None:
         digest.update(features.token_ids.tobytes())
     for image in features.images:
@@ -230,7 +230,7 @@ def lasting_key(features: Features) -> bytes:
 
 
 def _append(descriptor: int, data: bytes) -> None:
-    """All of the data, or none: a part of it would end what others can read of the file."""
+    """Append all of the data or nothing: readers stop at an incomplete block."""
     before = os.fstat(descriptor).st_size
     left = memoryview(data)
     try:

@@ -1,4 +1,4 @@
-"""Featuriser: items to model inputs, tokenised once and cached; and the collation of one micro-batch."""
+"""Featuriser: conversion of items to model inputs, tokenised once and cached, and collation of micro-batches."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from vembed.data.examples import ImageRef, Item, Kind
 from vembed.data.pixels import Pixels, blank_image
 from vembed.data.processing import ChatProcessing, TextProcessing
 from vembed.errors import UserError
-from vembed.models.description import Lane, ModelDescription
+from vembed.models.description import Modality, ModelDescription
 
 _ENTRY_BYTES = 400
-"""What one cached entry costs besides its token ids: the objects around them and its place in the table."""
+"""Estimated overhead of one cached entry besides its token ids, in bytes."""
 
 Address = tuple[int, Kind]
-"""Content and role of an item: what its features depend on."""
+"""Cache key of an item's features: content and kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """One Item, ready to be padded into a micro-batch."""
+    """Model inputs of one Item, before padding."""
 
-    lane: Lane
+    modality: Modality
     length: int
-    """Tokens plus image patches: what the token budget counts."""
+    """Tokens plus image patches, as counted by the token budget."""
     key: int
-    """Content and prompt and cut: the same key means the same input to the model (63 bits)."""
+    """63-bit hash of the model input after prompt and truncation. Equal keys mean equal inputs to the model."""
     content: int
-    """`item.key()`: the content alone, which the loss masks by."""
+    """`item.key()`: hash of the content only, used by the loss to mask duplicates."""
     token_ids: np.ndarray | None = None
     """int32, special tokens included."""
     images: tuple[ImageRef, ...] = ()
@@ -40,16 +40,16 @@ class Features:
 
 
 class Featuriser:
-    """Turns items into features and features into the tensors of one forward pass. Threads may share one."""
+    """Converter from items to features, and from features to the tensors of a forward pass. Thread-safe."""
 
     def __init__(
         self, description: ModelDescription, *, cache_bytes: int = 512 * 2**20, image_cache_bytes: int = 2**30
     ) -> None:
-        """`cache_bytes` bounds the features kept in memory (when they fill it, further ones are made anew each time),
-        `image_cache_bytes` the pixels (the newest are kept)."""
+        """`cache_bytes` limits the features in memory (once full, further ones are not cached), `image_cache_bytes` the
+        pixels (the most recently used are kept)."""
         self.description = description
         self._prompts: dict[Kind, str] = {"query": description.query_prompt, "document": description.document_prompt}
-        # One entry serves both kinds where their prompts are equal.
+        # If both prompts are equal, one cache entry serves both kinds.
         same = description.query_prompt == description.document_prompt
         self._cache_kind: dict[Kind, Kind] = {"query": "query", "document": "query" if same else "document"}
         self._cache: dict[Address, Features] = {}
@@ -57,62 +57,65 @@ class Featuriser:
         self._chat: ChatProcessing | None = None
         self._text: TextProcessing | None = None
         self._pixels: Pixels | None = None
-        if description.lanes != ("text",):
+        if description.modalities != ("text",):
             self._pixels = Pixels(description, cache_bytes=image_cache_bytes)
-        if "vision" in description.lanes:
+        if "multimodal" in description.modalities:
             assert self._pixels is not None
             self._chat = ChatProcessing(description, self._pixels)
-        elif "text" in description.lanes:
+        elif "text" in description.modalities:
             self._text = TextProcessing(description)
 
     def features(self, items: Sequence[tuple[Item, Kind]]) -> list[Features]:
-        """The features of each item in its role, in order. Of images at most the headers are read."""
+        """Return the features of each (item, kind), in order. Reads only the headers of images."""
         addresses: list[Address] = [(item.key(), self._cache_kind[kind]) for item, kind in items]
         found = {address: self._cache[address] for address in addresses if address in self._cache}
         missing = {address: item for address, (item, _) in zip(addresses, items, strict=True) if address not in found}
-        for lane in self.description.lanes if missing else ():
-            of_lane = {address: item for address, item in missing.items() if self._lane(item) == lane}
-            made = self._make(lane, of_lane) if of_lane else {}
+        for modality in self.description.modalities if missing else ():
+            of_modality = {address: item for address, item in missing.items() if self._modality(item) == modality}
+            made = self._make(modality, of_modality) if of_modality else {}
             found.update(made)
             self._keep(made)
         return [found[address] for address in addresses]
 
     def collate(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
-        """The tensors of one forward pass over features of one lane: padded token ids, decoded images.
+        """Return the tensors of a forward pass over features of one modality: padded token ids, decoded images.
 
-        `attention_mask` is there only where something is padded.
+        `attention_mask` is present only if a row is padded.
         """
-        lane = features[0].lane
+        modality = features[0].modality
         rows = [one.token_ids for one in features if one.token_ids is not None]
         images = [image for one in features for image in one.images]
-        if lane == "image":
+        if modality == "image":
             assert self._pixels is not None
             return self._pixels.stack(images)
-        if lane == "vision":
+        if modality == "multimodal":
             assert self._chat is not None
             return self._chat.collate(rows, images)
         padding = (self._chat or self._text_processing()).padding
         return padding.pad(rows)
 
-    def dummy(self, lane: Lane) -> Features:
-        """The smallest valid input of a lane, for ranks that have nothing left to encode."""
-        item = Item(text="a") if lane == "text" else Item(images=(blank_image(),))
+    def dummy(self, modality: Modality) -> Features:
+        """Return a minimal valid input of a modality, for ranks without inputs left.
+
+        Under FSDP all ranks must run the same forward passes, because each one gathers parameters.
+        """
+        item = Item(text="a") if modality == "text" else Item(images=(blank_image(),))
         return self.features([(item, "document")])[0]
 
-    def _lane(self, item: Item) -> Lane:
-        lanes, name = self.description.lanes, self.description.name or self.description.source
+    def _modality(self, item: Item) -> Modality:
+        modalities, name = self.description.modalities, self.description.name or self.description.source
         if item.text is None and not item.images:
             raise UserError("an item has neither a text nor an image; give it one of them")
         if not item.images:
-            if "text" not in lanes:
+            if "text" not in modalities:
                 raise UserError(
                     f"{name} embeds images only, and got the text {item.text!r:.60}; give it images: "
                     "retrieval_mode: i2i takes plain strings for their paths"
                 )
             return "text"
-        if "vision" in lanes:
-            return "vision"
-        if "image" not in lanes:
+        if "multimodal" in modalities:
+            return "multimodal"
+        if "image" not in modalities:
             raise UserError(f"{name} embeds texts only, and got an item with an image; give it texts")
         if item.text is not None or len(item.images) > 1:
             raise UserError(
@@ -121,17 +124,17 @@ class Featuriser:
             )
         return "image"
 
-    def _make(self, lane: Lane, items: Mapping[Address, Item]) -> dict[Address, Features]:
-        """Features of items of one lane."""
-        if lane == "image":
+    def _make(self, modality: Modality, items: Mapping[Address, Item]) -> dict[Address, Features]:
+        """Return the features of items of one modality."""
+        if modality == "image":
             assert self._pixels is not None
             length = self._pixels.num_patches
             return {
-                address: Features(lane, length, _key(lane, None, item.images), address[0], None, item.images)
+                address: Features(modality, length, _key(modality, None, item.images), address[0], None, item.images)
                 for address, item in items.items()
             }
         prompts = [self._prompts[kind] for _, kind in items]
-        if lane == "vision":
+        if modality == "multimodal":
             assert self._chat is not None
             texts, images = [item.text for item in items.values()], [item.images for item in items.values()]
             rows = self._chat.encode_with_images(prompts, texts, images)
@@ -143,15 +146,17 @@ class Featuriser:
             )
         fixed = (self._chat or self._text_processing()).padding.fixed_length
         return {
-            address: Features(lane, fixed or len(row), _key(lane, row, item.images), address[0], row, item.images)
+            address: Features(
+                modality, fixed or len(row), _key(modality, row, item.images), address[0], row, item.images
+            )
             for (address, item), row in zip(items.items(), rows, strict=True)
         }
 
     def _keep(self, made: Mapping[Address, Features]) -> None:
-        # Threads may race here: an entry is then counted twice or made twice, and neither changes a result.
+        # No lock: a race may count or compute an entry twice, which does not change a result.
         for address, one in made.items():
             if one.token_ids is None:
-                continue  # an image's features cost nothing to make, and may hold the bytes of its file
+                continue  # cheap to make again, and may hold the bytes of the image file
             self._cache_bytes_left -= (
                 _ENTRY_BYTES + one.token_ids.nbytes + sum(len(image.data or b"") for image in one.images)
             )
@@ -164,12 +169,13 @@ class Featuriser:
         return self._text
 
 
-def _key(lane: Lane, token_ids: np.ndarray | None, images: Sequence[ImageRef]) -> int:
-    """The 63-bit number of an input: what the model gets, whatever text and prompt it was made from."""
-    digest = hashlib.blake2b(lane.encode(), digest_size=8)
+def _key(modality: Modality, token_ids: np.ndarray | None, images: Sequence[ImageRef]) -> int:
+    """Return the 63-bit hash of a model input, from token ids and images."""
+    digest = hashlib.blake2b(modality.encode(), digest_size=8)
     if token_ids is not None:
         digest.update(token_ids.tobytes())
     for image in images:
         identity = image.identity()
+        # The length prefix separates images: without it, ["ab", "c"] and ["a", "bc"] would be equal.
         digest.update(len(identity).to_bytes(8, "little") + identity)
     return int.from_bytes(digest.digest(), "little") >> 1

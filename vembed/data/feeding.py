@@ -1,4 +1,4 @@
-"""Feeder: collated micro-batches on the device, one call after the other, images decoded ahead by threads."""
+"""Feeder: collated micro-batches on the device, in order, with images decoded ahead by threads."""
 
 from __future__ import annotations
 
@@ -10,79 +10,81 @@ import torch
 from torch import Tensor
 
 from vembed.data.features import Features, Featuriser
-from vembed.models.description import Lane
+from vembed.models.description import Modality
 from vembed.models.packing import TOKENS, token_index
 
-Part = tuple[Lane, list[int]]
-"""A lane, and the inputs (by number) of one of its micro-batches; without any, a dummy runs."""
-Call = list[Part]
-"""One forward of the model."""
-Inputs = list[tuple[Lane, dict[str, Tensor]]]
-"""What a forward takes: each lane with its tensors."""
+ModalitySlice = tuple[Modality, list[int]]
+"""A modality and the indices of its inputs in a micro-batch. Without indices, a dummy input runs."""
+MicroBatch = list[ModalitySlice]
+"""One forward pass of the model: the slice of each modality."""
+ModelInputs = list[tuple[Modality, dict[str, Tensor]]]
+"""Arguments of a forward pass: the tensors of each modality."""
 DECODERS = 4
-"""Threads that decode images; Pillow works outside of Python's lock."""
-CALLS_AHEAD = 2
-"""Calls whose images are decoded before they are needed; bounds the pixels in host memory."""
+"""Threads that decode images; Pillow releases the GIL."""
+MICRO_BATCHES_AHEAD = 2
+"""Micro-batches whose images are decoded ahead; limits the pixels in host memory."""
 
 
 class Feeder:
-    """Turns calls (lanes with indices of inputs) into what the model's forward takes."""
+    """Converter from micro-batches of indices to the tensors of a forward pass."""
 
     def __init__(self, featuriser: Featuriser, device: torch.device, *, packs_texts: bool = False) -> None:
-        """`packs_texts`: the model takes texts without their padding."""
+        """`packs_texts`: the model removes the padding of texts."""
         self.featuriser = featuriser
         self.device = device
         self.packs_texts = packs_texts
         self.pool: ThreadPoolExecutor | None = None
 
-    def feed(self, calls: Sequence[Call], features: Sequence[Features]) -> Iterator[Inputs]:
-        """The inputs of each call, in order."""
-        if all(lane == "text" for call in calls for lane, _ in call):
-            for call in calls:
-                yield self._to_device(self._collate(call, features))
+    def feed(self, micro_batches: Sequence[MicroBatch], features: Sequence[Features]) -> Iterator[ModelInputs]:
+        """Yield the inputs of each micro-batch, in order."""
+        if all(modality == "text" for micro_batch in micro_batches for modality, _ in micro_batch):
+            for micro_batch in micro_batches:
+                yield self._to_device(self._collate(micro_batch, features))
             return
         if self.pool is None:
             self.pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="vembed-images")
-        waiting: deque[Future[Inputs]] = deque()
-        for call in calls:
-            waiting.append(self.pool.submit(self._collate, call, features))
-            if len(waiting) > CALLS_AHEAD:
+        waiting: deque[Future[ModelInputs]] = deque()
+        for micro_batch in micro_batches:
+            waiting.append(self.pool.submit(self._collate, micro_batch, features))
+            if len(waiting) > MICRO_BATCHES_AHEAD:
                 yield self._to_device(waiting.popleft().result())
         while waiting:
             yield self._to_device(waiting.popleft().result())
 
-    def padded_tokens(self, call: Call, features: Sequence[Features]) -> int:
-        """Tokens and patches that the call puts through the model, padding included."""
+    def padded_tokens(self, micro_batch: MicroBatch, features: Sequence[Features]) -> int:
+        """Return the tokens and patches of a micro-batch, including padding that the model computes."""
         total = 0
-        for lane, rows in call:
+        for modality, rows in micro_batch:
             lengths = [features[row].length for row in rows]
-            is_packed = lane == "text" and self.packs_texts
+            is_packed = modality == "text" and self.packs_texts
             total += sum(lengths) if is_packed else len(rows) * max(lengths, default=0)
         return total
 
-    def _collate(self, call: Call, features: Sequence[Features]) -> Inputs:
+    def _collate(self, micro_batch: MicroBatch, features: Sequence[Features]) -> ModelInputs:
         return [
-            (lane, self.featuriser.collate([features[row] for row in rows] or [self.featuriser.dummy(lane)]))
-            for lane, rows in call
+            (modality, self.featuriser.collate([features[row] for row in rows] or [self.featuriser.dummy(modality)]))
+            for modality, rows in micro_batch
         ]
 
-    def _to_device(self, inputs: Inputs) -> Inputs:
+    def _to_device(self, inputs: ModelInputs) -> ModelInputs:
         if self.device.type == "cuda":
-            for lane, batch in inputs:
-                if lane == "text" and "attention_mask" in batch:
-                    batch[TOKENS] = token_index(batch["attention_mask"])  # to ask the GPU for it would be to wait
+            for modality, batch in inputs:
+                if modality == "text" and "attention_mask" in batch:
+                    batch[TOKENS] = token_index(batch["attention_mask"])  # on the GPU this would force a sync
         return [
-            (lane, {name: to_device(tensor, self.device) for name, tensor in batch.items()}) for lane, batch in inputs
+            (modality, {name: to_device(tensor, self.device) for name, tensor in batch.items()})
+            for modality, batch in inputs
         ]
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device, without waiting for a GPU."""
+    """Copy a host tensor to the device, without a GPU synchronisation."""
     if device.type != "cuda":
         return tensor
+    # From pageable memory the copy would block the host; pinned memory lets it overlap with computation.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def row_index(rows: Sequence[int], device: torch.device) -> Tensor:
-    """Row numbers as an index on the device."""
+    """Return row numbers as an index tensor on the device."""
     return to_device(torch.tensor(rows, dtype=torch.int64), device)

@@ -1,4 +1,4 @@
-"""Images: from what a record says to a reference, a cheap check before training, and decoded pixels when needed."""
+"""Images: resolution of references in records, a cheap check before training, and decoding."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from vembed.data.messages import shown
 from vembed.errors import UserError
 
 MAX_PIXELS = 89_478_485
-"""Larger images are refused: a few bytes of file may unpack to gigabytes. About 9,400 x 9,400."""
+"""Larger images are refused, since a small file may decompress to gigabytes. About 9,400 x 9,400."""
 MAX_BYTES = 256 * 2**20
 """Larger image files are refused."""
 URL_SECONDS = 30.0
 
 _FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-# What Pillow's readers are known to raise when a file is broken.
+# Exceptions that Pillow's readers raise on broken files.
 _BROKEN = (OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, OverflowError, MemoryError, struct.error)
 _TAIL = 1024
-# EXIF's numbers for how the camera was held.
+# EXIF orientation values.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -45,7 +45,7 @@ _SIDEWAYS = [_TURNS[number] for number in (5, 6, 7, 8)]
 
 
 class ImageRoot:
-    """Where relative image paths start from, and must stay in; absolute paths are taken as they stand."""
+    """Base folder of relative image paths, which must not lead out of it. Absolute paths are used unchanged."""
 
     def __init__(self, folder: str, *, allow_urls: bool) -> None:
         self.folder = os.path.normpath(Path(folder).absolute())
@@ -54,7 +54,7 @@ class ImageRoot:
         self._inside: dict[str, bool] = {}
 
     def reference(self, path: str) -> ImageRef:
-        """The image that a record means by `path`. Nothing is opened."""
+        """Return the reference for a path or address in a record. Opens nothing."""
         if "\0" in path or not path.strip():
             raise BadRecord("an image path is empty or has a NUL character in it")
         if "://" in path:
@@ -79,7 +79,7 @@ class ImageRoot:
         return ImageRef(path=address)
 
     def _stays_inside(self, whole: str) -> bool:
-        # Folders are resolved once; only the last part of each path is looked at every time.
+        # Folders are resolved once; only the last component is checked for every path.
         parent = whole.rpartition("/")[0]
         known = self._inside.get(parent)
         if known is None:
@@ -88,10 +88,10 @@ class ImageRoot:
 
 
 def check_image(image: ImageRef) -> None:
-    """Refuse what cannot be decoded, without decoding it: 0.05 ms for a JPEG of any size, 0.3 ms per MB for a PNG.
+    """Raise BadRecord for an image that cannot be decoded. 0.05 ms for a JPEG of any size, 0.3 ms per MB for a PNG.
 
-    Header, pixels and the end of the file are looked at, and where the end looks odd the image is decoded after all.
-    An address is not fetched.
+    The check reads the header and the end of the file; a PNG is verified by its checksums. If the end is unexpected,
+    the image is decoded. Addresses are not fetched.
     """
     if _is_address(image):
         return
@@ -113,9 +113,9 @@ def check_image(image: ImageRef) -> None:
 
 
 def load_image(image: ImageRef) -> Image.Image:
-    """The pixels, upright and in RGB; of an animation the first picture. A `UserError` names an image that is broken.
+    """Return the image upright and in RGB; the first frame of an animation. Raise UserError if it is broken.
 
-    An address in an ImageRef is fetched: `allow_image_urls` decides whether one ever gets there.
+    An address is fetched; without `allow_image_urls` no ImageRef holds one.
     """
     with _named(image), _opened(image) as file, _parsed(file) as picture:
         turn = _turn(picture)
@@ -124,7 +124,7 @@ def load_image(image: ImageRef) -> Image.Image:
 
 
 def image_size(image: ImageRef) -> tuple[int, int]:
-    """Width and height of the picture that `load_image` gives, from the file's header alone."""
+    """Return width and height of the image that `load_image` returns, from the file's header only."""
     with _named(image), _opened(image) as file, _parsed(file) as picture:
         return (picture.height, picture.width) if _turn(picture) in _SIDEWAYS else picture.size
 
@@ -136,13 +136,13 @@ def _is_in(path: str, folder: str) -> bool:
 def _is_link(path: str) -> bool:
     try:
         return stat.S_ISLNK(Path(path).lstat().st_mode)
-    except OSError:  # it does not exist, which is found when it is opened
+    except OSError:  # a missing file is reported when it is opened
         return False
 
 
 @contextmanager
 def _named(image: ImageRef) -> Iterator[None]:
-    """Turn what Pillow raises about a broken file into one sentence with the image's name."""
+    """Convert Pillow's errors on broken files to a UserError with the image's name."""
     name = (
         f"image {shown(image.path, 300)}" if image.path is not None else f"image of {len(image.data or b''):,d} bytes"
     )
@@ -170,7 +170,7 @@ def _opened(image: ImageRef) -> Iterator[BinaryIO]:
             yield file
     else:
         status = Path(image.path).stat()
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would block forever
             raise UserError("is not a regular file")
         _check_size(status.st_size)
         with Path(image.path).open("rb") as on_disk:
@@ -196,13 +196,13 @@ def _parsed(file: BinaryIO) -> Iterator[Image.Image]:
 
 @functools.cache
 def _formats() -> tuple[str, ...]:
-    """Raster formats alone: Pillow would start Ghostscript for EPS."""
+    """Return the available raster formats. Pillow would start Ghostscript for EPS."""
     Image.init()
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
 def _ends_well(format_name: str | None, head: bytes, tail: bytes, size: int) -> bool:
-    """Whether the end of the file is where the format says. False: unknown, or cut off."""
+    """Return True if the file ends as its format requires. False: truncated, or unknown."""
     if format_name == "JPEG":
         return tail.rstrip(b"\0").endswith(b"\xff\xd9")
     if format_name == "WEBP":
@@ -211,20 +211,23 @@ def _ends_well(format_name: str | None, head: bytes, tail: bytes, size: int) -> 
 
 
 def _turn(picture: Image.Image) -> Image.Transpose | None:
-    """What brings the picture upright, from the notes before its pixels, so that size and pixels agree."""
+    """Return the transpose that turns the image upright, from metadata before the pixels.
+
+    Metadata after the pixels is ignored, so that `image_size` and `load_image` agree without decoding.
+    """
     if picture.format == "TIFF":
-        return None  # Pillow turns it itself
+        return None  # Pillow applies the orientation itself
     if picture.format == "PNG" and "exif" not in picture.info:
-        return None  # `getexif` would decode the pixels to look behind them
+        return None  # `getexif` would decode the pixels to read metadata after them
     try:
         orientation = picture.getexif().get(ExifTags.Base.Orientation)
-    except (*_BROKEN, zlib.error):  # damaged notes of a camera do not spoil its picture
+    except (*_BROKEN, zlib.error):  # damaged metadata does not make the image invalid
         return None
     return _TURNS.get(orientation) if isinstance(orientation, int) else None
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
-    if picture.mode.startswith("I"):  # 16 bits: `convert` would cut everything above 255
+    if picture.mode.startswith("I"):  # 16 bits: `convert` would clip everything above 255
         picture = picture.convert("I").point(lambda value: value / 257).convert("L")
     if picture.mode == "P" and "transparency" in picture.info:
         picture = picture.convert("RGBA")

@@ -1,4 +1,4 @@
-"""Index: the first pass over a source, which checks every record and remembers where the good ones are."""
+"""Index: the validation pass over a source, and the positions of its good records."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from vembed.data.records import RecordFormat
 log = logging.getLogger("vembed")
 
 NUM_SHOWN = 10
-"""Bad records that a message names; the others are counted."""
+"""Number of bad records that a message names; the others are counted."""
 BLOCK = 256
 IMAGE_THREADS = 8
-"""Images are checked side by side, because a network drive answers one question as slowly as eight."""
+"""Threads that check images; they hide the latency of network drives."""
 SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass
 class Counts:
-    """What the good records of a source hold, in numbers."""
+    """Statistics of the good records of a source."""
 
     positives: int = 0
     negatives: int = 0
     scored: int = 0
-    """Records with scores."""
+    """Number of records with scores."""
     with_negatives: int = 0
     text_queries: int = 0
-    """Queries that have a text; one with an image too counts twice."""
+    """Number of queries with a text. A query with text and image is counted in both fields."""
     image_queries: int = 0
     text_documents: int = 0
     image_documents: int = 0
@@ -68,7 +68,7 @@ class Counts:
 
 @dataclass
 class Index:
-    """Where the good records of a source are, and what the pass over all of them found."""
+    """Positions of the good records of a source, and the results of the validation pass."""
 
     starts: np.ndarray
     sizes: np.ndarray
@@ -76,22 +76,22 @@ class Index:
     keys: ContentKeys | None
     counts: Counts
     fingerprint: str
-    """Of the contents of the source's files, wherever they are."""
+    """Hash of the contents of the source's files, independent of their paths."""
     num_bad: int = 0
     problems: list[str] = field(default_factory=list)
     """The first bad records, with file and line."""
     unused: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """Names of column_mapping that no record has."""
+    """Names in column_mapping that no record has."""
     images: dict[str, str | None] = field(default_factory=dict)
-    """Image files that records name, and what is wrong with each."""
+    """Map from image file to its problem, None if it is valid."""
 
     def __len__(self) -> int:
         return len(self.starts)
 
 
 def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index:
-    """Go through all records of a source. `with_keys`: remember their contents, to tell duplicates apart."""
+    """Validate all records of a source. `with_keys`: keep the content keys, for the detection of duplicates."""
     starts, sizes, lines = array("q"), array("q"), array("q")
     values, ends = array("q"), array("q", [0])
     counts = Counts()
@@ -127,14 +127,14 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
 
 
 def content_keys(example: Example) -> list[int]:
-    """The contents of an example's items as numbers, each once."""
+    """Return the distinct content keys of an example's items."""
     return list(dict.fromkeys(item.key() for item in _items(example)))
 
 
 def _outcomes(
     reader: Reader, form: RecordFormat, images: _Images
 ) -> Iterator[tuple[int, int, int, Example | BadRecord]]:
-    """Each record's line, place, size, and the example that it means or why it means none."""
+    """Yield (line, position, size, Example or BadRecord) of each record."""
     scan = reader.scan()
     while block := list(itertools.islice(scan, BLOCK)):
         outcomes = [_outcome(form, found) for found in block]
@@ -154,14 +154,14 @@ def _outcome(form: RecordFormat, found: Found) -> Example | BadRecord:
 
 
 class _Images:
-    """Checks the images that examples name, each file once."""
+    """Checker of the images of examples; each file is checked once."""
 
     def __init__(self) -> None:
         self.known: dict[str, str | None] = {}
         self._pool: ThreadPoolExecutor | None = None
 
     def check(self, outcomes: list[Example | BadRecord]) -> None:
-        """Put a `BadRecord` in place of each example with an image that cannot be used."""
+        """Replace each example with an invalid image by a `BadRecord`, in place."""
         images = [(number, image) for number, outcome in enumerate(outcomes) for image in _images(outcome)]
         if not images:
             return
@@ -214,7 +214,7 @@ def _hash_of(files: Iterable[Path]) -> str:
 def _logged(
     outcomes: Iterator[tuple[int, int, int, Example | BadRecord]], name: str
 ) -> Iterator[tuple[int, int, int, Example | BadRecord]]:
-    """Say how far a long pass has come."""
+    """Yield the outcomes and log the progress of a long pass."""
     due = time.monotonic() + SECONDS_BETWEEN_LINES
     for number, outcome in enumerate(outcomes):
         yield outcome

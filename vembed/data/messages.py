@@ -1,4 +1,4 @@
-"""Names and values from files as a message can show them: short, printable, on one line."""
+"""Formatting of names and values from files for messages: short, printable, on one line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ LONGEST_LIST = 12
 
 
 def shown(name: str, longest: int = 40) -> str:
-    """A name as it can be printed anywhere."""
+    """Return a name shortened and with only printable characters."""
     cut = name if len(name) <= longest else f"{name[:longest]}..."
     return "".join(letter if letter.isprintable() else "?" for letter in cut)
 
 
 def joined(problems: Sequence[str]) -> list[str]:
-    """Problems, each "place: reason", in which a reason that comes again right away is not said again."""
+    """Return problems of the form "place: reason", with consecutive equal reasons merged."""
     lines: list[str] = []
     last = None
     for problem in problems:
@@ -32,7 +32,7 @@ def joined(problems: Sequence[str]) -> list[str]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Several names, not too many."""
+    """Return names as a comma-separated list, shortened after LONGEST_LIST."""
     all_names = [shown(name) for name in names]
     more = f" and {len(all_names) - LONGEST_LIST:,d} more" if len(all_names) > LONGEST_LIST else ""
     return ", ".join(all_names[:LONGEST_LIST]) + more

@@ -1,4 +1,4 @@
-"""Micro-batches: the lengths of a rank's inputs cut into groups that fit a token budget. Pure functions, no tensors."""
+"""Micro-batches: division of a rank's inputs by length into groups within a token budget. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ import numpy as np
 Lengths = Sequence[int] | np.ndarray
 
 PRICE = 16
-"""One micro-batch more is worth it where it saves more than 1/16 of the budget in padding."""
+"""An additional micro-batch must save more than 1/16 of the budget in padding."""
 
 
 def num_micro_batches(lengths: Lengths, budget: int, max_rows: int | None = None) -> int:
-    """How many micro-batches `plan` makes of these lengths when nobody asks for more."""
+    """Return the number of micro-batches that `plan` makes of these lengths with at_least=0."""
     return len(_cut(_sorted(lengths, budget, max_rows)[1], budget, max_rows))
 
 
-def plan(lengths: Lengths, budget: int, max_rows: int | None = None, at_least: int = 0) -> list[list[int]]:
-    """Indices of the inputs, longest first, in micro-batches of at most `budget` padded tokens and `max_rows` rows.
+def split(lengths: Lengths, budget: int, max_rows: int | None = None, at_least: int = 0) -> list[list[int]]:
+    """Return micro-batches of indices, longest inputs first, of at most `budget` padded tokens and `max_rows` rows.
 
-    An input longer than the budget is alone. With fewer than `at_least` micro-batches the largest are split, and where
-    there are fewer inputs than that, empty ones stand at the end.
+    An input longer than the budget gets its own micro-batch. If there are fewer than `at_least` micro-batches, the
+    largest are split; if there are fewer inputs than `at_least`, empty micro-batches are appended.
     """
     order, ordered = _sorted(lengths, budget, max_rows)
     ends = _split(_cut(ordered, budget, max_rows), ordered, at_least)
     indices = order.tolist()
     parts = [indices[start:end] for start, end in pairwise([0, *ends])]
+    # All ranks must run equally many forward passes: under FSDP each one is a collective.
     return parts + [[] for _ in range(at_least - len(parts))]
 
 
 def padded_tokens(lengths: Lengths, micro_batches: Sequence[Sequence[int]]) -> int:
-    """Tokens that go through the model: each micro-batch is padded to its longest input."""
+    """Return the tokens that the model computes: each micro-batch is padded to its longest input."""
     return sum(len(rows) * max(int(lengths[row]) for row in rows) for rows in micro_batches if rows)
 
 
 def price(longest: int, budget: int, max_rows: int | None) -> int:
-    """What a micro-batch costs besides its tokens, in tokens: kernels to launch, and layers to gather under FSDP."""
+    """Return the fixed cost of a micro-batch in tokens, for kernel launches and FSDP's all-gathers."""
     return min(budget, longest * max_rows if max_rows else budget) // PRICE
 
 
@@ -51,22 +52,27 @@ def _sorted(lengths: Lengths, budget: int, max_rows: int | None) -> tuple[np.nda
 
 
 def _cut(ordered: np.ndarray, budget: int, max_rows: int | None) -> list[int]:
-    """Where each micro-batch ends, so that padded tokens plus the price of each micro-batch are as few as can be."""
+    """Return the end of each micro-batch, with the fewest padded tokens plus price of each micro-batch.
+
+    Dynamic programming from the shortest input to the longest: `cheapest[i]` is the lowest cost of the inputs i, i + 1,
+    ..., and `ends[i]` the end of the first micro-batch in that solution. A micro-batch that begins at i is padded to
+    `widths[i]`, since the inputs are sorted in descending order.
+    """
     num_items = len(ordered)
     if num_items == 0:
         return []
     most = np.maximum(1, budget // ordered)
     if max_rows is not None:
         most = np.minimum(most, max_rows)
-    most = np.minimum(most, num_items - np.arange(num_items)).tolist()
+    most = np.minimum(most, num_items - np.arange(num_items)).tolist()  # not beyond the last input
     widths = ordered.tolist()
     each = price(widths[0], budget, max_rows)
     rows = np.arange(1, num_items + 1)
-    cheapest = np.zeros(num_items + 1, dtype=np.int64)  # of the inputs from i on
+    cheapest = np.zeros(num_items + 1, dtype=np.int64)  # cheapest[num_items] = 0: nothing left
     ends = [0] * num_items
     for i in range(num_items - 1, -1, -1):
         costs = rows[: most[i]] * widths[i] + cheapest[i + 1 : i + 1 + most[i]]
-        num_rows = most[i] - int(costs[::-1].argmin())  # of equally cheap ones the most rows
+        num_rows = most[i] - int(costs[::-1].argmin())  # reversed: of equal costs, the most rows
         cheapest[i] = costs[num_rows - 1] + each
         ends[i] = i + num_rows
     found = [ends[0]]
@@ -76,10 +82,11 @@ def _cut(ordered: np.ndarray, budget: int, max_rows: int | None) -> list[int]:
 
 
 def _split(ends: list[int], ordered: np.ndarray, at_least: int) -> list[int]:
-    """Halve the largest micro-batch until there are enough; halves of equal padded size keep all of them balanced."""
+    """Split the largest micro-batch in two parts of similar padded size until there are `at_least`."""
     if len(ends) >= at_least:
         return ends
     widths = ordered.tolist()
+    # heapq is a min-heap, so sizes are negative; micro-batches of one row cannot be split.
     heap = [(-(end - start) * widths[start], start, end) for start, end in pairwise([0, *ends]) if end - start > 1]
     heapq.heapify(heap)
     cuts = set(ends)
@@ -94,7 +101,11 @@ def _split(ends: list[int], ordered: np.ndarray, at_least: int) -> list[int]:
 
 
 def _middle(widths: list[int], start: int, end: int) -> int:
-    """The cut that makes the larger of both halves smallest; the left one grows with it, the right one shrinks."""
+    """Return the cut that minimises the larger of both parts.
+
+    The padded size of the left part grows with the cut and that of the right part shrinks: binary search for the first
+    cut at which left >= right, then compare it with the cut before it.
+    """
     low, high = start + 1, end - 1
     while low < high:
         cut = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Opening: which reader a path or a name of the Hub gets, and one sentence where none can read it."""
+"""Selection of the reader for a path or a Hub dataset name."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(:[^/:]*){0,2}")
 
 
 def open_reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
-    """The reader of a file, of a folder that `datasets` has saved, or of a dataset of the Hub."""
+    """Return the reader of a file, a folder saved by `datasets`, or a Hub dataset."""
     try:
         place = Path(path).expanduser()
         status = place.stat()
     except FileNotFoundError:
         return _open_name(path, columns, role)
-    except (OSError, ValueError, RuntimeError) as error:  # a circle of links, a NUL, the home of nobody
+    except (OSError, ValueError, RuntimeError) as error:  # a symlink loop, a NUL character, an unknown home folder
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{path} cannot be read: {reason}") from error
     if stat.S_ISDIR(status.st_mode):
         return open_folder(place, columns, role)
-    if not stat.S_ISREG(status.st_mode):  # a pipe, for one, could be read once and would be waited for
+    if not stat.S_ISREG(status.st_mode):  # a pipe, for example, blocks and can be read only once
         raise UserError(f"{path} is not a regular file")
     if status.st_size == 0:
         raise UserError(f"{path} is empty")

@@ -1,4 +1,4 @@
-"""Pixels: images as the model's own image processor makes them, decoded when needed and kept for a while."""
+"""Pixels: images processed by the model's own image processor, decoded on demand and cached."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from vembed.models.processors import load_image_processor
 
 Processed = dict[str, torch.Tensor]
 CONVOLUTION_STRIDE = 32
-"""Pixels along each side of a position of a convolutional network whose config does not say."""
+"""Total stride in pixels of a convolutional network whose config has no patch size."""
 
 
 def blank_image(width: int = 32, height: int = 32) -> ImageRef:
-    """A small grey image, for ranks that have nothing left to encode."""
+    """Return a small grey image, for ranks without inputs left."""
     encoded = io.BytesIO()
     Image.new("RGB", (width, height), (128, 128, 128)).save(encoded, "PNG")
     return ImageRef(data=encoded.getvalue())
 
 
 class Pixels:
-    """What the model gets of an image. Gradient Cache runs every micro-batch twice: the second time, what fitted into
-    `cache_bytes` is not decoded again."""
+    """Processed images with an LRU cache of `cache_bytes`. Gradient Cache runs every micro-batch twice; the second pass
+    reads cached images."""
 
     def __init__(self, description: ModelDescription, *, cache_bytes: int) -> None:
         self._processor = load_image_processor(description)
@@ -48,17 +48,17 @@ class Pixels:
 
     @property
     def merge_size(self) -> int:
-        """Patches along each side that a vision-language model joins into one token."""
+        """Patches along each side that a vision-language model merges into one token."""
         return int(self._processor.merge_size)
 
     def stack(self, images: Sequence[ImageRef]) -> Processed:
-        """The images' tensors, one behind the other along the first dimension."""
+        """Return the images' tensors, concatenated along the first dimension."""
         made = [self._get(image) for image in images]
         return {name: torch.cat([one[name] for one in made]) for name in made[0]}
 
     @cached_property
     def num_patches(self) -> int:
-        """Positions that an image tower computes for one image, whatever its size."""
+        """Positions that an image tower computes for one image of any size."""
         wide, high = (self._make(blank_image(*size)) for size in ((64, 48), (48, 64)))
         shape = wide["pixel_values"].shape
         if shape != high["pixel_values"].shape:
@@ -66,12 +66,13 @@ class Pixels:
                 "the model's image processor gives images of different sizes, and vembed needs one size: set crop_size "
                 "and do_center_crop in preprocessor_config.json"
             )
-        if "spatial_shapes" in wide:  # patches already, padded to a fixed number of them
+        if "spatial_shapes" in wide:  # already patches, padded to a fixed number
             return int(shape[1])
+        # One class token and the patch grid.
         return 1 + (shape[-2] // self._patch_size) * (shape[-1] // self._patch_size)
 
     def num_vision_tokens(self, image: ImageRef, width: int, height: int) -> int:
-        """Tokens that a vision-language model makes of an image of this size."""
+        """Return the number of tokens of an image of this size in a vision-language model."""
         try:
             patches = self._processor.get_number_of_image_patches(height, width)
         except ValueError as error:
@@ -100,7 +101,7 @@ class Pixels:
 
 
 def _patch_size(config: dict[str, Any]) -> int:
-    """Pixels along each side of what counts as a patch. Of a network that halves its resolution from stage to stage
-    (ConvNeXt), the last stage counts."""
+    """Return the side of a patch in pixels. For a network that halves its resolution at each stage (ConvNeXt), of the
+    last stage."""
     patch_size, stages = config.get("patch_size"), config.get("depths") or [0]
     return CONVOLUTION_STRIDE if patch_size is None else int(patch_size) * 2 ** (len(stages) - 1)

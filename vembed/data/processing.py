@@ -1,7 +1,7 @@
-"""How texts, and chats of texts and images, become token ids, and how a micro-batch of them is padded.
+"""Text and chat processing: tokenisation of texts and of conversations with images, and padding of micro-batches.
 
-Everything is as `SentenceTransformer(folder)` does it on the saved model, id by id. Nothing but caches changes after
-construction, so threads may share one of these.
+The token ids are identical to those of `SentenceTransformer(folder)` on the saved model. Only caches change after
+construction, so all classes are thread-safe.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from vembed.models.description import ModelDescription
 from vembed.models.processors import load_chat_template, load_tokenizer
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
-"""Texts to token ids."""
+"""Function from texts to token ids."""
 
 
 class TextProcessing:
-    """Plain texts: the tokenizer's ids with its special tokens, cut at max_length."""
+    """Tokeniser of plain texts, with special tokens and truncation at max_length."""
 
     def __init__(self, description: ModelDescription) -> None:
         tokenizer = load_tokenizer(description)
@@ -36,7 +36,7 @@ class TextProcessing:
         self.padding = Padding(tokenizer, description)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """int32 token ids of each text."""
+        """Return the int32 token ids of each text."""
         rows = [np.asarray(ids, dtype=np.int32) for ids in self._encode(texts)]
         if not all(map(len, rows)):
             empty = next(text for text, row in zip(texts, rows, strict=True) if not len(row))
@@ -45,8 +45,8 @@ class TextProcessing:
 
 
 class ChatProcessing:
-    """Texts, images, or both, as one conversation of a vision-language model: token ids in which every image has as
-    many placeholders as the model makes tokens of it."""
+    """Tokeniser of texts, images, or both, as a conversation of a vision-language model. Each image is represented by
+    as many placeholder tokens as the model computes for it."""
 
     def __init__(self, description: ModelDescription, pixels: Pixels) -> None:
         tokenizer = load_tokenizer(description)
@@ -63,9 +63,9 @@ class ChatProcessing:
         self.padding = Padding(tokenizer, description)
 
     def encode_texts(self, prompts: Sequence[str], texts: Sequence[str]) -> list[np.ndarray]:
-        """int32 token ids of conversations without images.
+        """Return the int32 token ids of conversations without images.
 
-        Where a text is cut, the template's last tokens stay: the model pools over them.
+        If a text is truncated, the template's last tokens are kept, because the model pools over them.
         """
         rendered = [self._chat.render(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         rows = []
@@ -82,7 +82,7 @@ class ChatProcessing:
     def encode_with_images(
         self, prompts: Sequence[str], texts: Sequence[str | None], images: Sequence[tuple[ImageRef, ...]]
     ) -> list[np.ndarray]:
-        """int32 token ids of conversations with images; of the images only the headers are read."""
+        """Return the int32 token ids of conversations with images. Only the headers of the images are read."""
         rendered = [
             self._chat.render(prompt, text, len(shown))
             for prompt, text, shown in zip(prompts, texts, images, strict=True)
@@ -91,6 +91,7 @@ class ChatProcessing:
         for text, ids, shown in zip(rendered, self._encode(rendered), images, strict=True):
             self._refuse_placeholders(ids, len(shown))
             counts = [self._num_tokens(image) for image in shown]
+            # The template has one placeholder per image; the model expects one per image token.
             compact = np.asarray(ids, dtype=np.int32)
             repeats = np.ones(len(compact), dtype=np.int64)
             repeats[compact == self.image_token_id] = counts
@@ -104,10 +105,11 @@ class ChatProcessing:
         return rows
 
     def collate(self, rows: Sequence[np.ndarray], images: Sequence[ImageRef]) -> dict[str, torch.Tensor]:
-        """The padded conversations and the pixels of all their images, in order."""
+        """Return the padded conversations and the pixels of all their images, in order."""
         batch = self.padding.pad(rows)
         is_image = batch["input_ids"] == self.image_token_id
         pixels = self._pixels.stack(images)
+        # grid [images, (time, height, width)] counts patches; the model merges merge_size**2 of them into one token.
         num_tokens = int(pixels["image_grid_thw"].prod(dim=1).sum()) // self._pixels.merge_size**2
         if num_tokens != int(is_image.sum()):
             named = ", ".join(image.path or f"{len(image.data or b''):,d} bytes" for image in images[:4])
@@ -124,17 +126,17 @@ class ChatProcessing:
             )
 
     def _cut(self, rendered: str, ids: list[int]) -> list[int]:
-        """Cut as the tokenizer does: room is left for the special tokens that it puts around a text."""
+        """Truncate as the tokenizer does, with room for its special tokens, and add them."""
         before, after = self._before, self._after
         if self._bos is not None and rendered.startswith(self._bos):
-            before, after = [], []
+            before, after = [], []  # the template has already added them
         room = self._description.max_length - len(before) - len(after)
         if len(ids) > room:
             ids = ids[len(ids) - room :] if self._cut_left else ids[:room]
         return [*before, *ids, *after]
 
     def _tail(self, prompt: str) -> list[int]:
-        """The tokens that the template ends with whatever the text is."""
+        """Return the tokens that the template appends after any text: the common suffix of two renderings."""
         if prompt not in self._tails:
             fillers = [self._chat.render(prompt, filler) for filler in ("0", "1 2 3 4")]
             first, second = ([*self._before, *ids, *self._after] for ids in self._encode(fillers))
@@ -146,17 +148,17 @@ class ChatProcessing:
 
 
 class Padding:
-    """Rows of token ids to one tensor: to the longest of them, or to a fixed length where the model wants that."""
+    """Padding of token ids to the longest row, or to a fixed length if the model requires one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, description: ModelDescription) -> None:
         self._pad_id = int(tokenizer.pad_token_id)
         self._left = description.padding_side == "left"
         self._masked = "attention_mask" in tokenizer.model_input_names
-        # SigLIP reads its embedding off the last position, padding included, so all texts have one length.
+        # SigLIP pools the last position, padding included, so all texts must have the same length.
         self.fixed_length = description.max_length if description.family == "siglip" else None
 
     def pad(self, rows: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        """input_ids [n, length], and attention_mask where something is padded."""
+        """Return input_ids [n, length], and attention_mask if a row is padded."""
         lengths = [len(row) for row in rows]
         longest = self.fixed_length or max(lengths)
         ids = np.full((len(rows), longest), self._pad_id, dtype=np.int64)
@@ -172,10 +174,10 @@ class Padding:
 
 
 def _batch_encoder(tokenizer: PreTrainedTokenizerBase, *, max_length: int | None) -> Encode:
-    """Texts to ids: with special tokens and cut at `max_length`, or without both.
+    """Return a function from texts to ids, with special tokens and truncation at `max_length`, or without both.
 
-    A tokenizer with a Rust core is called directly with its truncation set once: `tokenizer(...)` sets it anew in each
-    call, which is neither thread-safe nor fast. Tokenizers in Python keep no such state.
+    The Rust core of a fast tokenizer is called directly, with truncation set once: `tokenizer(...)` sets it in each
+    call, which is slow and not thread-safe. Tokenizers in Python keep no such state.
     """
     special = max_length is not None
     if not tokenizer.is_fast:
@@ -191,7 +193,7 @@ def _batch_encoder(tokenizer: PreTrainedTokenizerBase, *, max_length: int | None
 
 
 def _special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after every text."""
+    """Return the special tokens that the tokenizer puts before and after every text."""
     inner = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a", add_special_tokens=True)["input_ids"]
     start = next(at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)

@@ -1,4 +1,4 @@
-"""How an item becomes the text that is tokenised: the prompt before a plain text, or chat messages with images."""
+"""Chat text: rendering of prompts, images and texts with a model's chat template."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from transformers import PreTrainedTokenizerBase
 from vembed.models.processors import ChatTemplate
 
 _MARK = "vembed0text0stands0here"
-"""Stands for the text while a template is rendered; no special token of any model."""
+"""Placeholder for the text while a template is rendered; not a special token of any model."""
 _PROBE = "  two lines,\n with <b> & spaces "
 
 
 class ChatText:
-    """Renders a prompt (the system message), images and a text by a model's chat template.
+    """Renderer of a prompt (system message), images and a text with a model's chat template.
 
-    A template is rendered once for each prompt and number of images, and texts are put in their place: rendering costs
-    as much as tokenising a short text. A template that changes its texts is rendered for each of them.
+    A template is rendered once per prompt and number of images, and texts are inserted: rendering costs as much as
+    tokenising a short text. A template that modifies its texts is rendered for each text.
     """
 
     def __init__(self, chat: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -26,14 +26,14 @@ class ChatText:
         self._frames: dict[tuple[str, int], tuple[str, str] | None] = {}
 
     def render(self, prompt: str, text: str | None, num_images: int = 0) -> str:
-        """The text of a conversation: the prompt as system message where there is one; images, then the text."""
+        """Return the text of a conversation: the prompt as system message if any, then the images, then the text."""
         if text is None:
             return self._render(prompt, None, num_images)
         frame = self._frame(prompt, num_images)
         return self._render(prompt, text, num_images) if frame is None else frame[0] + text + frame[1]
 
     def _frame(self, prompt: str, num_images: int) -> tuple[str, str] | None:
-        """What stands before and after the text; None where a text is not simply put between them."""
+        """Return the parts before and after the text; None if the template modifies the text."""
         key = (prompt, num_images)
         if key not in self._frames:
             before, _, after = self._render(prompt, _MARK, num_images).partition(_MARK)

@@ -1,4 +1,4 @@
-"""Readers: where the records of a file are, and what stands there. JSON here; tables have modules of their own."""
+"""Readers: the interface for files and tables with random access to records, and the readers of JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vembed.data.examples import BadRecord
 from vembed.errors import UserError
 
 MAX_RECORD = 32 * 2**20
-"""A longer line (in bytes) is a bad record: it is a broken file far more often than a text."""
+"""A longer line (in bytes) is a bad record: it usually indicates a broken file."""
 MAX_ARRAY = 2**30
-"""A JSON array has to be read whole; a larger file is refused."""
+"""Largest file in bytes with a JSON array, which has to be read whole."""
 
 Found = tuple[int, int, int, Any]
-"""Where a record begins, its size, its line, and the record itself or the `BadRecord` that stands there."""
+"""Position, size and line of a record, and the record itself or a `BadRecord`."""
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -27,36 +27,36 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class Reader(Protocol):
-    """One file or table. `scan` finds its records once; `read` gets one of them again, from any thread."""
+    """One file or table. `scan` finds all records once; `read` returns one of them again, from any thread."""
 
     name: str
     folder: Path
-    """Where relative image paths start from, unless the config says otherwise."""
+    """Default base folder of relative image paths."""
     numbers_in_text: bool
-    """Whether numbers come as text."""
+    """True if numbers are represented as text (CSV)."""
 
     def scan(self) -> Iterator[Found]:
-        """All records in order."""
+        """Yield all records in order."""
         ...
 
     def read(self, start: int, size: int) -> Any:
-        """One record again, by what `scan` said about it."""
+        """Return one record again, from the position and size that `scan` yielded."""
         ...
 
     def where(self, line: int) -> str:
-        """How messages name a record."""
+        """Return the name of a record for messages."""
         ...
 
     def files(self) -> Sequence[Path]:
-        """The files that the records come from."""
+        """Return the files that the records come from."""
         ...
 
 
 class TextFile:
-    """A file whose records are looked up by where they begin.
+    """A file whose records are read by byte position.
 
-    `os.pread` serves several threads at once, and a file that is cut short meanwhile gives an error, where a memory map
-    would end the process.
+    `os.pread` is thread-safe. If the file is truncated meanwhile it gives an error, where a memory map would crash the
+    process with SIGBUS.
     """
 
     numbers_in_text = False
@@ -73,32 +73,32 @@ class TextFile:
         self._begin = len(_BOM) if head.startswith(_BOM) else 0
 
     def where(self, line: int) -> str:
-        """How messages name a record."""
+        """Return the name of a record for messages."""
         return f"{self.name}:{line}"
 
     def files(self) -> Sequence[Path]:
-        """The files that the records come from."""
+        """Return the files that the records come from."""
         return (self.path,)
 
     def _bytes(self, start: int, size: int) -> bytes:
         return os.pread(self._file, size, start)
 
     def _from(self, start: int) -> BinaryIO:
-        """The file opened once more, for reading it in order."""
+        """Return the file opened again, for sequential reading."""
         file = os.fdopen(os.dup(self._file), "rb")
         file.seek(start)
         return file
 
 
 class JsonLines(TextFile):
-    """One JSON object on each line. Blank lines are no records."""
+    """A file with one JSON object per line. Blank lines are ignored."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
 
     def scan(self) -> Iterator[Found]:
-        """All records in order."""
+        """Yield all records in order."""
         start, number, inside_long = self._begin, 1, False
         with self._from(start) as file:
             while line := file.readline(MAX_RECORD + 1):
@@ -113,7 +113,7 @@ class JsonLines(TextFile):
                 number += line.endswith(b"\n")
 
     def read(self, start: int, size: int) -> Any:
-        """One record again, by what `scan` said about it."""
+        """Return one record again, from the position and size that `scan` yielded."""
         return self._record(self._bytes(start, size))
 
     def _record(self, line: bytes) -> Any:
@@ -134,10 +134,10 @@ class JsonLines(TextFile):
 
 
 class JsonArray(JsonLines):
-    """One JSON array of objects. A scan parses it whole; later its records are looked up as lines are."""
+    """A file with one JSON array of objects. A scan parses it whole; later its records are read by position."""
 
     def scan(self) -> Iterator[Found]:
-        """All records in order. After a mistake in the syntax nobody knows where the next record begins."""
+        """Yield all records in order. Raise UserError on a syntax error, since the next record cannot be located."""
         size = self.path.stat().st_size
         if size > MAX_ARRAY:
             raise UserError(f"{self.name} is one JSON array of {size:,d} bytes and would be read whole: use JSON Lines")
@@ -146,7 +146,7 @@ class JsonArray(JsonLines):
         except UnicodeDecodeError as error:
             raise UserError(f"{self.name} is not UTF-8 (byte {error.start + 1:,d})") from error
         start, line, counted = self._begin, 1, 0
-        at = _past_space(text, 0) + 1  # who opened this file has seen the bracket
+        at = _past_space(text, 0) + 1  # `open_reader` has checked the opening bracket
         closed = text[_past_space(text, at) :][:1] == "]"
         while not closed:
             at = _past_space(text, at)

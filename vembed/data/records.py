@@ -1,4 +1,4 @@
-"""RecordFormat: one record of any file to an Example, or the reason why not. It knows no files and opens no image."""
+"""RecordFormat: conversion of one record to an Example, or a BadRecord with the reason. Opens no file or image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ITEM_KEYS = frozenset({"text", "title", "image", "images", "bytes", "path"})
 
 
 class RecordFormat:
-    """How the records of one source are read."""
+    """Converter from the records of one source to examples."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class RecordFormat:
         max_negatives: int | None = None,
         numbers_in_text: bool = False,
     ) -> None:
-        """`loss`: refuse records that this loss cannot use. `numbers_in_text`: cells of a table, which are all text."""
+        """`loss`: refuse records that this loss cannot use. `numbers_in_text`: accept numbers as text (CSV cells)."""
         self._images = images
         self._query_is_path = mode in ("i2t", "i2i")
         self._document_is_path = mode in ("t2i", "i2i", "m2i")
@@ -41,7 +41,7 @@ class RecordFormat:
         self._numbers_in_text = numbers_in_text
 
     def example(self, record: Any, where: str) -> Example:
-        """The example that a record means; `BadRecord` says why it means none."""
+        """Return the example of a record. Raise BadRecord with the reason if it is invalid."""
         if type(record) is not dict:
             raise BadRecord(f"{_described(record)}, and a record is an object with named fields")
         if is_conversation(record):
@@ -85,7 +85,7 @@ class RecordFormat:
     def _items(
         self, record: dict[str, Any], name: str | None, image_name: str | None, is_path: bool
     ) -> tuple[Item, ...]:
-        """The items of a column, each with its image where a second column has images."""
+        """Return the items of a column, each with its images if a second column has images."""
         value = record[name] if name is not None else None
         if type(value) is str and image_name is None and not is_path:
             return (Item(_text(value, str(name))),)
@@ -104,7 +104,7 @@ class RecordFormat:
         return tuple(self._item(one, own, is_path, str(name)) for one, own in zip(values, images, strict=True))
 
     def _item(self, value: Any, images: tuple[ImageRef, ...], is_path: bool, name: str) -> Item:
-        """One item of any form; `images` come from a column of their own."""
+        """Return one item of any form. `images` come from a separate column."""
         if isinstance(value, str):
             if is_path:
                 return Item(images=(self._image(value, name), *images))
@@ -199,7 +199,7 @@ class RecordFormat:
 
 
 def _text(value: str, name: str) -> str:
-    """The text itself, if it is one that can be embedded."""
+    """Return the text. Raise BadRecord if it cannot be embedded."""
     if not value or value.isspace():
         raise BadRecord(f"{name} is empty")
     if "\0" in value:
@@ -219,7 +219,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _described(value: Any) -> str:
-    """What a value is, in JSON's words."""
+    """Return the type of a value in JSON's terms, for messages."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int | float):

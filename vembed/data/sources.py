@@ -1,4 +1,4 @@
-"""ExampleStore: the examples of one or several sources, all checked before training and read when they are needed."""
+"""ExampleStore: the examples of one or several sources, validated before training and read on demand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vembed.data.tables import Role
 from vembed.errors import UserError
 
 CACHE_AFTER_SECONDS = 1.0
-"""A first pass that took longer is kept in the cache folder."""
+"""The result of a validation pass that took longer is stored in the cache folder."""
 
 NUM_LOOKED_AT = 20
 _PATH = re.compile(r"\S.*\.(jpe?g|png|webp|gif|bmp|tiff?)", re.IGNORECASE)
@@ -42,7 +42,7 @@ class _Source:
     form: RecordFormat
     index: Index
     size: int
-    """Examples in use, the first ones of the index."""
+    """Number of examples in use, the first ones of the index."""
 
     def example(self, number: int) -> Example:
         start, size, line = self.index.starts[number], self.index.sizes[number], self.index.lines[number]
@@ -80,7 +80,7 @@ class _Source:
         return "data: " + ", ".join(parts)
 
     def hints(self) -> list[str]:
-        """What its first texts look like, where that is something else than texts."""
+        """Return advice if the first texts look like paths of images."""
         first = [self.example(number) for number in range(min(NUM_LOOKED_AT, self.size))]
         queries = [one.query for one in first]
         documents = [positive for one in first for positive in one.positives]
@@ -97,18 +97,18 @@ class _Source:
 
 
 class ExampleStore:
-    """Examples by number, those of one source after those of the other. Threads may share one."""
+    """Examples by number, concatenated over the sources. Thread-safe."""
 
     def __init__(self, sources: Sequence[_Source], fingerprint: str) -> None:
         self._sources = tuple(sources)
         self._ends = list(itertools.accumulate(source.size for source in sources))
         self.fingerprint = fingerprint
-        """The same for the same examples read the same way, wherever the files are; images on disk do not count."""
+        """Hash of the examples and of the options they are read with. Independent of file paths and image files."""
         self.names = tuple(source.name for source in sources)
         self.sizes = tuple(source.size for source in sources)
         self.weights = tuple(source.weight for source in sources)
         self.num_skipped = sum(source.index.num_bad for source in sources)
-        """Bad records that were left out."""
+        """Number of bad records that were skipped."""
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -118,17 +118,17 @@ class ExampleStore:
         return self._sources[source].example(number)
 
     def source_of(self, index: int) -> int:
-        """The number of the source that an example comes from."""
+        """Return the number of the source that an example comes from."""
         return self._locate(index)[0]
 
     def keys(self, index: int) -> list[int]:
-        """The contents of an example's items as numbers, each once: equal texts have equal keys."""
+        """Return the distinct content keys of an example's items. Equal contents have equal keys."""
         source, number = self._locate(index)
         known = self._sources[source].index.keys
         return content_keys(self[index]) if known is None else known.of(number).tolist()
 
     def all_keys(self) -> ContentKeys:
-        """The keys of all examples, which are known with `no_duplicates: true` alone."""
+        """Return the keys of all examples. They are available only with `no_duplicates: true`."""
         values, counts = [], []
         for source in self._sources:
             if source.index.keys is None:
@@ -140,11 +140,11 @@ class ExampleStore:
 
     @property
     def kind(self) -> Literal["pairs", "scored"]:
-        """scored: every example has scores."""
+        """Kind of the data. scored: every example has scores."""
         return "scored" if all(one.index.counts.scored == len(one.index) for one in self._sources) else "pairs"
 
     def summary(self) -> list[str]:
-        """What was read, what was left out and why, and what nobody reads: lines for the log."""
+        """Return log lines: examples per source, skipped records with the reason, and unused columns."""
         lines = []
         for source in self._sources:
             lines.append(source.summary())
@@ -172,9 +172,9 @@ def open_examples(
     role: Role = "train",
     cache_dir: Path | None = None,
 ) -> ExampleStore:
-    """Check every record of `path_spec` and return the good ones; a `UserError` names the first ten bad ones.
+    """Validate every record of `path_spec` and return the good ones. Raise UserError with the first ten bad ones.
 
-    In the role of validation data, `max_train_examples`, `max_negatives` and what the loss needs do not count.
+    For validation data, `max_train_examples`, `max_negatives` and the requirements of the loss do not apply.
     """
     entries = [path_spec] if isinstance(path_spec, str) else path_spec
     given = [DataSource(path=entry) if isinstance(entry, str) else entry for entry in entries]
@@ -197,7 +197,7 @@ def _open_source(
     config: TrainConfig, source: DataSource, role: Role, cache: Path, *, alone: bool
 ) -> tuple[Reader, RecordFormat, Index]:
     mapping = config.column_mapping if source.column_mapping is None else source.column_mapping
-    # A mapping for several files need not fit each of them: validation data may have the names that vembed reads.
+    # A mapping for several files need not match each of them; validation data may use vembed's own names.
     may_miss = (not alone or role == "validation") and source.column_mapping is None
     columns = Columns(mapping, may_miss=may_miss)
     reader = open_reader(source.path, columns, role, cache)
@@ -253,10 +253,11 @@ def _refuse_bad_records(config: TrainConfig, opened: Sequence[tuple[Reader, Reco
 
 
 def _sizes(sizes: list[int], limit: int | None) -> list[int]:
-    """How many examples of each source are used: all, or its share of the limit by its size, at least one."""
+    """Return the number of examples of each source: all, or a part of the limit proportional to its size (min. 1)."""
     total = sum(sizes)
     if limit is None or limit >= total:
         return sizes
+    # Rounded cumulative ends instead of rounded sizes, so that the sizes add up to the limit.
     ends = [end * limit // total for end in itertools.accumulate(sizes)]
     return [max(1, end - begin) for begin, end in itertools.pairwise([0, *ends])]
 

@@ -1,4 +1,4 @@
-"""Readers of Arrow tables: Parquet files, and `datasets` from a folder or from the Hub. Images stay encoded."""
+"""Readers of Arrow tables: Parquet files, and `datasets` from a folder or the Hub. Images stay encoded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vembed.data.readers import Found
 from vembed.errors import UserError
 
 IN_MEMORY = 256 * 2**20
-"""A Parquet file whose columns are smaller than this (in bytes, unpacked) is held in memory."""
+"""Parquet files up to this uncompressed size in bytes are held in memory."""
 CHUNK_BYTES = 8 * 2**20
 CHUNK_ROWS = 1024
 
@@ -30,7 +30,7 @@ _SPLITS: dict[Role, tuple[str, ...]] = {"train": ("train",), "validation": ("val
 
 
 class _Rows:
-    """Records that are rows: what `start` is for a file of text is here the number of the row."""
+    """Base of readers whose records are rows; `start` is the row number instead of a byte position."""
 
     numbers_in_text = False
 
@@ -39,16 +39,16 @@ class _Rows:
         self.folder = folder
 
     def where(self, line: int) -> str:
-        """How messages name a record."""
+        """Return the name of a record for messages."""
         return f"{self.name}, row {line:,d}"
 
 
 class ParquetTable(_Rows):
-    """A Parquet file. Rows are drawn in any order, for which Parquet is not made: a small one is unpacked in memory, a
-    larger one once into an Arrow file in the cache folder, which is mapped."""
+    """A Parquet file. Parquet has no fast random access to rows, so a small file is decompressed into memory, and a
+    larger one once into a memory-mapped Arrow file in the cache folder."""
 
     def __init__(self, path: Path, columns: Columns, unpacked: Path) -> None:
-        """`unpacked`: where the Arrow file would go; its name begins with what stands for the path, before a "-"."""
+        """`unpacked`: path of the Arrow file, without extension: "<hash of the path>-<hash of the version>"."""
         super().__init__(str(path), path.parent)
         self._path = path
         try:
@@ -61,18 +61,18 @@ class ParquetTable(_Rows):
         self._ends = np.cumsum([batch.num_rows for batch in self._batches]).tolist()
 
     def files(self) -> Sequence[Path]:
-        """The files that the records come from."""
+        """Return the files that the records come from."""
         return (self._path,)
 
     def scan(self) -> Iterator[Found]:
-        """All records in order."""
+        """Yield all records in order."""
         row = 0
         for batch in self._batches:
             yield from _found(batch, row)
             row += batch.num_rows
 
     def read(self, start: int, size: int) -> Any:
-        """One record again, by what `scan` said about it."""
+        """Return one record again, from the position and size that `scan` yielded."""
         number = bisect.bisect_right(self._ends, start)
         first = self._ends[number - 1] if number else 0
         return _values(self._batches[number].slice(start - first, size))[0]
@@ -116,7 +116,7 @@ class ParquetTable(_Rows):
 
 
 class DatasetTable(_Rows):
-    """A `datasets.Dataset`, which is mapped from disk as it is."""
+    """A `datasets.Dataset`, memory-mapped from disk."""
 
     def __init__(self, name: str, folder: Path, dataset: Any, columns: Columns) -> None:
         super().__init__(name, folder)
@@ -126,11 +126,11 @@ class DatasetTable(_Rows):
         self._rows = dataset.select_columns(columns.needed(names)).with_format("arrow")
 
     def files(self) -> Sequence[Path]:
-        """The files that the records come from."""
+        """Return the files that the records come from."""
         return self._files
 
     def scan(self) -> Iterator[Found]:
-        """All records in order."""
+        """Yield all records in order."""
         row, num_rows = 0, 32
         while row < len(self._rows):
             table = self._rows[row : row + num_rows]
@@ -140,13 +140,13 @@ class DatasetTable(_Rows):
             num_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // each))
 
     def read(self, start: int, size: int) -> Any:
-        """One record again, by what `scan` said about it."""
+        """Return one record again, from the position and size that `scan` yielded."""
         return _values(self._rows[start : start + size])[0]
 
 
 def open_folder(path: Path, columns: Columns, role: Role) -> DatasetTable:
-    """A folder that `datasets.save_to_disk` has written."""
-    import datasets  # takes a second, which runs on files need not pay
+    """Open a folder that `datasets.save_to_disk` has written."""
+    import datasets  # the import takes a second, which runs on plain files avoid
 
     try:
         found = datasets.load_from_disk(str(path))
@@ -159,7 +159,7 @@ def open_folder(path: Path, columns: Columns, role: Role) -> DatasetTable:
 
 
 def open_hub(name: str, columns: Columns, role: Role) -> DatasetTable:
-    """A dataset of the Hub: `owner/name`, `owner/name:config` or `owner/name:config:split`."""
+    """Open a Hub dataset: `owner/name`, `owner/name:config` or `owner/name:config:split`."""
     import datasets
 
     repository, _, rest = name.partition(":")
@@ -179,7 +179,7 @@ def _found(rows: pa.RecordBatch | pa.Table, first: int) -> Iterator[Found]:
 
 
 def _values(rows: pa.RecordBatch | pa.Table) -> list[Any]:
-    """The rows as dicts, with a `BadRecord` for each that Python has no values for: strings that are no text, say."""
+    """Return the rows as dicts, with a BadRecord for each row that Python cannot represent (invalid UTF-8, say)."""
     try:
         values: list[Any] = rows.to_pylist()
     except (ValueError, OverflowError, pa.ArrowException) as error:
@@ -190,7 +190,7 @@ def _values(rows: pa.RecordBatch | pa.Table) -> list[Any]:
 
 
 def _one_split(name: str, found: Any, role: Role) -> Any:
-    """The split for this role, where there are several; a dataset without splits as it is."""
+    """Return the split for this role, or the dataset itself if it has no splits."""
     if not isinstance(found, dict):
         return found
     splits = list(found)
@@ -210,7 +210,7 @@ def _check(name: str, columns: Columns, names: Sequence[str]) -> None:
 
 
 def _unpacked_size(file: pq.ParquetFile, names: list[str]) -> int:
-    """Bytes of some columns before compression, from the file's own notes."""
+    """Return the uncompressed bytes of the columns, from the file's metadata."""
     total = 0
     for group in range(file.metadata.num_row_groups):
         for number in range(file.metadata.num_columns):

@@ -1,1 +1,1 @@
-"""Processes: how they start, share a model, talk and end."""
+"""Distributed runs: launch, process group, collectives, strategy and FSDP."""

@@ -1,7 +1,7 @@
-"""Every collective of the program, each called by all ranks together; without other ranks each does nothing.
+"""Collective operations. All ranks must call each one in the same order; with one rank they are no-ops.
 
-What torch's FSDP and Accelerate send by themselves is not in here. Small numbers travel on the CPU where the process
-group has a CPU backend, so that nothing waits for the GPU's queue.
+The collectives inside FSDP and Accelerate are not included. Small tensors are sent over the CPU backend if the process
+group has one, so that they do not wait for the GPU's queue.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 BUCKET_BYTES = 64 * 2**20
-"""Gradients are averaged in pieces of about this size: large enough for the wire, small beside the model."""
+"""Size in bytes of the buckets in which tensors are sent: large enough for the network, small beside the model."""
 
 _counts: Counter[str] = Counter()
 
 
 def world_size() -> int:
-    """Number of processes; 1 without a process group."""
+    """Return the number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Number of this process; 0 without a process group."""
+    """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def collective_counts() -> dict[str, int]:
-    """How often each collective of this module has really talked to other ranks since the last reset."""
+    """Return the number of calls of each collective since the last reset, without no-ops."""
     return dict(_counts)
 
 
 def reset_collective_counts() -> None:
-    """Start counting anew."""
+    """Reset the counts."""
     _counts.clear()
 
 
 @contextmanager
 def _collective(name: str) -> Iterator[None]:
-    """Count it, and when it fails, let the traceback say which rank failed in which collective."""
+    """Count a call, and add rank and collective to the traceback if it fails."""
     _counts[name] += 1
     try:
         yield
@@ -56,14 +56,14 @@ def _collective(name: str) -> Iterator[None]:
 
 
 def _number_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where numbers that are no part of the model travel: the CPU if the group has a backend for it."""
+    """Return the device for numbers that are not part of the model: the CPU if the group has a CPU backend."""
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _all_gather_single(output: Tensor, own: Tensor) -> None:
-    # torch 2.13 renamed these two functions, and its old names warn.
+    # torch 2.13 renamed these two functions; the old names give a warning.
     if torch.__version__ >= "2.13":
         dist.all_gather_single(output, own)
     else:
@@ -78,17 +78,17 @@ def _reduce_scatter_single(output: Tensor, full: Tensor) -> None:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Block until every rank has called it."""
     if world_size() == 1:
         return
     with _collective("barrier"):
         arrived = torch.ones(1, dtype=torch.int64, device=_number_device())
         dist.all_reduce(arrived)
-        arrived.item()  # on a GPU the call above returns at once: wait for its result
+        arrived.item()  # on a GPU the call above is asynchronous: wait for its result
 
 
 def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
-    """The numbers of every rank, by rank; all ranks give equally many."""
+    """Return the numbers of every rank, by rank. All ranks must pass equally many."""
     if world_size() == 1:
         return [list(values)]
     with _collective("all_gather_ints"):
@@ -100,7 +100,7 @@ def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
 
 
 def max_ints(values: Sequence[int]) -> list[int]:
-    """The largest of each number over all ranks."""
+    """Return the maximum of each number over all ranks."""
     if world_size() == 1:
         return list(values)
     with _collective("max_ints"):
@@ -111,7 +111,7 @@ def max_ints(values: Sequence[int]) -> list[int]:
 
 
 def sum_ints(values: Sequence[int]) -> list[int]:
-    """The sum of each number over all ranks."""
+    """Return the sum of each number over all ranks."""
     if world_size() == 1:
         return list(values)
     with _collective("sum_ints"):
@@ -122,7 +122,7 @@ def sum_ints(values: Sequence[int]) -> list[int]:
 
 
 def sum_scalars(values: Sequence[float]) -> list[float]:
-    """The sum of each number over all ranks, in float64."""
+    """Return the sum of each number over all ranks, in float64."""
     if world_size() == 1:
         return [float(value) for value in values]
     with _collective("sum_scalars"):
@@ -133,9 +133,10 @@ def sum_scalars(values: Sequence[float]) -> list[float]:
 
 
 def all_gather_rows(rows_ND: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-    """All ranks' rows one below the other, by rank; ranks may have different numbers of rows, also none.
+    """Return the rows of all ranks concatenated by rank. Ranks may have different numbers of rows, also zero.
 
-    `counts` (rows per rank) spares the exchange of sizes where the caller knows them. Carries no gradient.
+    `counts` (rows per rank) avoids the exchange of sizes if the caller knows them. The result carries no gradient;
+    `reduce_scatter_rows` is the backward pass.
     """
     if world_size() == 1:
         return rows_ND.detach()
@@ -143,6 +144,7 @@ def all_gather_rows(rows_ND: Tensor, counts: Sequence[int] | None = None) -> Ten
         counts = [one[0] for one in all_gather_ints([rows_ND.shape[0]])]
     with _collective("all_gather_rows"):
         _check_rows(rows_ND.shape[0], counts[rank()])
+        # NCCL gathers equal sizes only: pad to the longest rank, and remove the padding afterwards.
         longest = max(counts)
         own = rows_ND.detach()
         if own.shape[0] < longest:
@@ -156,7 +158,7 @@ def all_gather_rows(rows_ND: Tensor, counts: Sequence[int] | None = None) -> Ten
 
 
 def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
-    """The reverse of `all_gather_rows`: sum over ranks of [sum of counts, D], of which each rank gets its own rows."""
+    """Sum [sum of counts, D] over ranks and return this rank's own rows: the backward pass of `all_gather_rows`."""
     if world_size() == 1:
         return rows_ND
     with _collective("reduce_scatter_rows"):
@@ -173,14 +175,15 @@ def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def all_reduce_gradients(parameters: Iterable[nn.Parameter], *, average: bool = True) -> None:
-    """Average (or sum) the gradients of a model of which every rank has a copy, in a few large messages.
+    """Average (or sum) the gradients of a replicated model, in a few large buckets.
 
-    A parameter that has a gradient on some ranks only counts as zero on the others; one that has none anywhere keeps
-    none. 16-bit gradients are added up in float32.
+    A missing gradient counts as zero if any other rank has one; a gradient that is missing on all ranks stays None.
+    16-bit gradients are summed in float32.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if world_size() == 1 or not trained:
         return
+    # Ranks may have used different towers. All must send the same buckets, so they first agree on the gradients.
     present = max_ints([int(parameter.grad is not None) for parameter in trained])
     gradients: list[Tensor] = []
     for parameter, is_present in zip(trained, present, strict=True):
@@ -202,7 +205,7 @@ def all_reduce_gradients(parameters: Iterable[nn.Parameter], *, average: bool = 
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], source: int = 0) -> None:
-    """Overwrite the tensors on every rank with those of one rank, in place."""
+    """Overwrite the tensors of every rank with those of one rank, in place."""
     tensors = list(tensors)
     if world_size() == 1 or not tensors:
         return
@@ -214,15 +217,18 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int = 0) -> None:
                 tensor.detach().copy_(sent.view_as(tensor))
 
 
-def equalise(tensors: dict[str, Tensor]) -> list[str]:
-    """Make tensors that every rank should have alike really alike; returns the names of those that were not.
+def sync_from_rank0(tensors: dict[str, Tensor]) -> list[str]:
+    """Synchronise tensors from rank 0 and return the names of those that differed between ranks.
 
-    Each rank sums up its own; only where the sums differ are the values of rank 0 sent.
+    The ranks compare float64 sums first; only tensors whose sums differ are broadcast.
     """
     if world_size() == 1 or not tensors:
         return []
     sums = torch.stack([tensor.detach().to(torch.float64).sum().cpu() for tensor in tensors.values()])
-    own = (sums + 0.0).view(torch.int64).tolist()  # no -0.0, whose bits have no negative
+    # Compare the bits as integers: NaN equals NaN that way, and max(-x) gives the minimum with the same collective.
+    own = (
+        (sums + 0.0).view(torch.int64).tolist()
+    )  # + 0.0 turns -0.0 into 0.0: its bits are INT64_MIN, which has no negative
     lowest = [-value for value in max_ints([-value for value in own])]
     different = [name for name, low, high in zip(tensors, lowest, max_ints(own), strict=True) if low != high]
     broadcast_tensors(tensors[name] for name in different)
@@ -230,7 +236,7 @@ def equalise(tensors: dict[str, Tensor]) -> list[str]:
 
 
 def sum_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The sum of a small tensor over all ranks, or over a group of them."""
+    """Return the sum of a small tensor over all ranks, or over the ranks of a group."""
     if world_size() == 1:
         return tensor
     with _collective("sum_tensor"):
@@ -240,7 +246,7 @@ def sum_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
 
 
 def broadcast_json(value: Any, source: int = 0) -> Any:
-    """The value of one rank, on every rank; anything that JSON can say (tuples become lists)."""
+    """Return the JSON value of one rank on every rank. Tuples become lists."""
     if world_size() == 1:
         return json.loads(json.dumps(value))
     with _collective("broadcast_json"):
@@ -254,7 +260,7 @@ def broadcast_json(value: Any, source: int = 0) -> Any:
 
 
 def gather_objects_as_json(value: Any) -> list[Any]:
-    """Every rank's value, by rank, on all ranks; anything that JSON can say."""
+    """Return the JSON values of all ranks, by rank, on every rank."""
     if world_size() == 1:
         return [json.loads(json.dumps(value))]
     payload = _to_bytes(value).to(_number_device())
@@ -263,9 +269,10 @@ def gather_objects_as_json(value: Any) -> list[Any]:
 
 
 def new_cpu_group(timeout: timedelta) -> dist.ProcessGroup | None:
-    """A second group on the CPU, for a thread that talks beside the training (asynchronous saving); None if alone.
+    """Return a second process group on the CPU, for a thread beside the training (async saving); None with one rank.
 
-    `timeout` is said each time: a new group has gloo's own, not that of the group beside it.
+    Two threads must not use one group: their collectives would interleave differently on each rank. `timeout` is
+    required, because a new group does not inherit it.
     """
     if world_size() == 1:
         return None
@@ -292,7 +299,7 @@ def _check_rows(num_rows: int, expected: int) -> None:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device together, in the given order, at most BUCKET_BYTES (or a single tensor) each."""
+    """Yield buckets of tensors of one dtype and device, in order, of at most BUCKET_BYTES (or a single tensor)."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -1,4 +1,4 @@
-"""FSDP where Accelerate does not select it by itself: on gloo ranks without GPUs, and in one process that offloads."""
+"""FSDP where Accelerate does not enable it: on CPU ranks with gloo, and in one process with offload."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 
 def turn_on_fsdp(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin, device: torch.device) -> None:
-    """Make an Accelerator that was made without FSDP take its FSDP paths from here on.
+    """Switch an existing Accelerator to its FSDP code paths.
 
-    `Accelerator(cpu=True, fsdp_plugin=...)` quietly becomes plain multi-CPU, because AcceleratorState looks for FSDP
-    only beside several GPUs. The states are shared dictionaries, so what is set in them holds for the Accelerator too.
-    On the CPU the device must have no index: FSDP1 takes cpu and cpu:0 for two devices.
+    `Accelerator(cpu=True, fsdp_plugin=...)` silently becomes plain multi-CPU, because AcceleratorState enables FSDP
+    only with several GPUs. The states are shared dictionaries, so a change also applies to existing Accelerators.
+    On the CPU the device must have no index: FSDP1 treats cpu and cpu:0 as two devices.
     """
     for state in (PartialState._shared_state, AcceleratorState._shared_state):
         state["distributed_type"] = DistributedType.FSDP

@@ -1,4 +1,4 @@
-"""Which device a process computes on, and in which precision."""
+"""Choice of the device and precision of a process, and GPU settings."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ from typing import Literal
 
 import torch
 
-from vembed.distributed.environment import Place
+from vembed.distributed.environment import RankInfo
 from vembed.errors import UserError
 
 Precision = Literal["no", "bf16", "fp16"]
 
 
-def choose_device(place: Place) -> torch.device:
-    """The GPU with the process's local number, or the CPU where there is none."""
+def choose_device(rank_info: RankInfo) -> torch.device:
+    """Return the GPU of the local rank, or the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     num_devices = torch.cuda.device_count()
-    if place.local_rank >= num_devices:
+    if rank_info.local_rank >= num_devices:
         raise UserError(
-            f"LOCAL_RANK={place.local_rank}, but this machine shows {num_devices} GPU(s): start at most {num_devices} "
-            "process(es) here, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on the CPU."
+            f"LOCAL_RANK={rank_info.local_rank}, but this machine shows {num_devices} GPU(s): start at most "
+            f"{num_devices} process(es) here, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on the CPU."
         )
-    device = torch.device("cuda", place.local_rank)
+    device = torch.device("cuda", rank_info.local_rank)
     torch.cuda.set_device(device)
     return device
 
 
-def ask_for_growing_segments(env: MutableMapping[str, str] = os.environ) -> None:
-    """Let the GPU's allocator grow its segments: micro-batches differ in shape, and fixed ones would be left in pieces.
-    It reads this once, at the first use of the GPU; what the user has set stays."""
+def enable_expandable_segments(env: MutableMapping[str, str] = os.environ) -> None:
+    """Enable expandable segments of the CUDA allocator: micro-batches differ in shape and would fragment fixed ones.
+
+    The allocator reads the variable at the first use of the GPU. Settings of the user are kept.
+    """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & env.keys():
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 @contextmanager
-def float32_products(precision: Literal["highest", "high"]) -> Iterator[None]:
-    """How exact products of float32 matrices are on GPUs: whole (highest), or in TF32 (high), which is much faster.
-    Afterwards it is as before."""
+def matmul_precision(precision: Literal["highest", "high"]) -> Iterator[None]:
+    """Set the precision of float32 matrix products on GPUs for a context: highest is float32, high is TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -52,7 +53,7 @@ def float32_products(precision: Literal["highest", "high"]) -> Iterator[None]:
 def choose_precision(
     wanted: Literal["auto", "no", "bf16", "fp16"], device: torch.device, env: Mapping[str, str] = os.environ
 ) -> tuple[Precision, str]:
-    """Dtype of the arithmetic, and why. `auto` heeds the launcher, as far as the device can."""
+    """Return (precision, reason). `auto` follows the launcher as far as the device supports it."""
     launcher = env.get("ACCELERATE_MIXED_PRECISION", "no")
     has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"

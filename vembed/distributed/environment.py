@@ -1,4 +1,4 @@
-"""What the launcher has set: this process's rank among how many, on which machine; in torch's meaning of the names."""
+"""Environment variables of the launcher: rank, world size and their local counterparts."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from vembed.errors import UserError
 
 GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""The variables that belong together: all are set, or none is."""
+"""Variables of which either all or none must be set."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One process among all: its number, and its number on its own machine."""
+class RankInfo:
+    """Rank and world size of a process, over all machines and on its own machine."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     launched: bool = False
-    """Whether a launcher has set the variables, or this is a plain process."""
+    """True if a launcher has set the variables; False for a plain process."""
 
 
-def read_place(env: Mapping[str, str] = os.environ) -> Place:
-    """Read the launcher's variables; without any, one process. UserError where some are set and others are not."""
+def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
+    """Read the launcher's variables; none means one process. Raise UserError if only some are set."""
     present = [name for name in GROUP if env.get(name)]
     if not present:
-        return Place()
+        return RankInfo()
     missing = [name for name in GROUP if name not in present]
     if missing:
         given = ", ".join(f"{name}={env[name]}" for name in present)
@@ -45,7 +45,7 @@ def read_place(env: Mapping[str, str] = os.environ) -> Place:
         raise UserError(f"LOCAL_RANK={local_rank} must be the number of the process on its machine, from 0.")
     _whole_number(env, "MASTER_PORT")
     local_world_size = _whole_number(env, "LOCAL_WORLD_SIZE") if env.get("LOCAL_WORLD_SIZE") else world_size
-    return Place(rank, world_size, local_rank, min(local_world_size, world_size), launched=True)
+    return RankInfo(rank, world_size, local_rank, min(local_world_size, world_size), launched=True)
 
 
 def _whole_number(env: Mapping[str, str], name: str) -> int:

@@ -1,4 +1,4 @@
-"""What can be asked of a model whether it is whole, copied or sharded: dtypes, counts, gradients, its full weights."""
+"""Operations on a model under any strategy (single, DDP, FSDP1, FSDP2): dtypes, counts, gradients, full weights."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ log = logging.getLogger("vembed")
 
 
 def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
-    """Give the parameters that FSDP must find in one dtype that dtype; returns how many were converted.
+    """Convert parameters to one dtype where FSDP requires it, and return the number of converted parameters.
 
-    FSDP2 wants one dtype among the trainable parameters; FSDP1 lays all parameters of a unit into one flat tensor and
-    wants one dtype for all. Conversion is always to the widest dtype among them: float32 masters stay what they are.
+    FSDP2 requires one dtype among the trainable parameters; FSDP1 flattens all parameters of a unit into one tensor and
+    requires one dtype for all. The target is the widest dtype, so float32 master weights are never downcast.
     """
     floating = {name: one for name, one in model.named_parameters() if one.is_floating_point()}
     if len({one.dtype for one in floating.values()}) <= 1:
@@ -34,7 +34,7 @@ def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
         return 0
     together = {name: one for name, one in floating.items() if one.requires_grad or fsdp_version == 1}
     dtypes = {one.dtype for one in together.values()}
-    # bfloat16 beside float16: neither holds the other's numbers.
+    # float32 also for bfloat16 beside float16: neither can represent the other's values.
     widest = torch.float64 if torch.float64 in dtypes else torch.float32 if len(dtypes) > 1 else None
     converted = {name: one for name, one in together.items() if widest is not None and one.dtype != widest}
     for dtype in sorted({one.dtype for one in converted.values()}, key=str):
@@ -68,7 +68,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def log_parameter_summary(model: nn.Module) -> dict[str, int]:
-    """Log how many parameters the whole model has, how many are trained, and how many each rank holds; collective."""
+    """Log the number of parameters: total, trainable, and per rank. Collective."""
     total, trainable = num_parameters(model), num_parameters(model, trainable_only=True)
     local = sum(_local(parameter).numel() for parameter in model.parameters())
     log.info("FSDP parameter summary:")
@@ -82,7 +82,7 @@ def log_parameter_summary(model: nn.Module) -> dict[str, int]:
 
 
 def num_parameters(model: nn.Module, *, trainable_only: bool = False) -> int:
-    """Parameters of the whole model, also where this rank holds only a shard; shared ones count once."""
+    """Return the number of parameters of the whole model, also if it is sharded. Shared parameters count once."""
     units = FullyShardedDataParallel.fsdp_modules(model)
     if not units:
         return sum(
@@ -101,7 +101,7 @@ def num_parameters(model: nn.Module, *, trainable_only: bool = False) -> int:
 
 
 def local_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-    """Bytes that this rank holds: parameters, gradients, and the optimizer's state."""
+    """Return the bytes on this rank: parameters, gradients, and optimizer state."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -137,21 +137,21 @@ def _count(number: int) -> str:
 
 
 def set_gradient_sync(model: nn.Module, on: bool) -> None:
-    """Whether the following backward passes average FSDP's gradients over the ranks; set it before the forward pass.
+    """Switch FSDP's gradient reduction on or off for the following micro-batches. Call it before the forward pass.
 
-    A model that is not sharded has nothing to set: its gradients are averaged by `collectives.all_reduce_gradients`.
+    No-op for a model that is not sharded: `collectives.all_reduce_gradients` averages its gradients.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
     for unit in FullyShardedDataParallel.fsdp_modules(model):
-        # What FSDP1's no_sync does, which is a context and would have to span forward and backward.
+        # The effect of FSDP1's no_sync, which is a context manager and would have to span forward and backward.
         unit._sync_gradients = on  # type: ignore[assignment]
 
 
 def set_keep_gathered(model: nn.Module, on: bool, reshard_after_forward: bool = True) -> None:
-    """FSDP2: keep the gathered parameters between the micro-batches of a step: no repeated gathers, more memory.
+    """FSDP2: keep parameters gathered between the micro-batches of a step: fewer all-gathers, more memory.
 
-    Turn it off before the last backward pass of a step; `reshard_after_forward` is what then holds again.
+    Switch it off before the last backward pass of a step; then `reshard_after_forward` applies again.
     """
     if isinstance(model, FSDPModule):
         model.set_reshard_after_forward(reshard_after_forward and not on)
@@ -159,17 +159,17 @@ def set_keep_gathered(model: nn.Module, on: bool, reshard_after_forward: bool = 
 
 
 def reshard(model: nn.Module) -> None:
-    """FSDP2: free what is still gathered, as units that had no part in a backward pass are."""
+    """FSDP2: free gathered parameters, for example of units without a backward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def forget_forward(model: nn.Module) -> None:
-    """Call it after a forward pass with grad whose backward pass will not come.
+    """Reset FSDP1's state after a forward pass with grad that gets no backward pass.
 
-    FSDP1 hooks the gradients of an iteration to its first forward. In 16-bit arithmetic a forward that is dropped takes
-    the hook with it, and the next backward pass would leave no gradient at all, without a word.
+    FSDP1 registers its gradient hooks in the first forward pass of an iteration. In 16-bit computation the hooks belong
+    to that forward pass; if it is discarded, the next backward pass would silently leave no gradients.
     """
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         hook = vars(unit._flat_param).pop("_post_backward_hook_state", None) if unit._flat_param is not None else None
@@ -178,9 +178,9 @@ def forget_forward(model: nn.Module) -> None:
 
 
 def global_grad_norm(model: nn.Module, replicated: Iterable[nn.Parameter] = ()) -> Tensor:
-    """The norm of all gradients of the whole model, plus those of parameters that every rank has alike; float64.
+    """Return the float64 norm of all gradients of the whole model and of `replicated`. Collective under FSDP.
 
-    It is the norm that one process would see, whatever is sharded, copied or plain.
+    The result equals the norm in one process under every strategy.
     """
     whole: list[Tensor] = [one.grad for one in replicated if one.grad is not None]
     sharded: dict[ProcessGroup | None, list[Tensor]] = {}
@@ -195,23 +195,28 @@ def global_grad_norm(model: nn.Module, replicated: Iterable[nn.Parameter] = ()) 
             sharded.setdefault(units[0].process_group, []).append(gradient)
         else:
             whole.append(gradient)
+    # Replicated gradients are complete on each rank and count once. Shards are disjoint: sum their squares over the
+    # ranks that hold the other shards.
     squares = _sum_of_squares(whole)
     if units and not sharded:
-        sharded[units[0].process_group] = []  # this rank has no part of any gradient, and still takes part in the sum
+        sharded[
+            units[0].process_group
+        ] = []  # no shard of any gradient on this rank, but the collective needs all ranks
     for group, gradients in sharded.items():
         squares = squares + collectives.sum_tensor(_sum_of_squares(gradients), group)
     return squares.sqrt()
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply all gradients by a factor, in place."""
+    """Multiply all gradients in place by a factor, which is equal on all ranks."""
     for parameter in parameters:
         if parameter.grad is not None:
             _local(parameter.grad).mul_(factor)
 
 
 def _shard_group(gradient: DTensor) -> ProcessGroup | None:
-    """The ranks that hold the other parts of it. A copied dimension of a 2-D mesh must not be counted twice."""
+    """Return the group of ranks that hold the other shards. The replicated dimension of a 2-D mesh is excluded, or its
+    copies would be counted twice."""
     dims = [dim for dim, placement in enumerate(gradient.placements) if placement.is_shard()]
     if not dims:
         return None
@@ -221,7 +226,7 @@ def _shard_group(gradient: DTensor) -> ProcessGroup | None:
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """Of this rank's tensors; float64, on the CPU."""
+    """Return the sum of squares of this rank's tensors, in float64 on the CPU."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
@@ -235,16 +240,16 @@ def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
 
 
 def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Tensor]:
-    """All weights and persistent buffers of the whole model, on the CPU of rank 0, by their plain names; collective.
+    """Return all weights and persistent buffers on the CPU of rank 0, by their plain names. Collective.
 
-    The other ranks get an empty dictionary. At no time is more than one parameter (FSDP1: the model) whole on a GPU.
+    The other ranks get an empty dictionary. At most one parameter (FSDP1: the model) is gathered on a GPU at a time.
     """
     keeps = collectives.rank() == 0
     state: dict[str, Tensor] = {}
     with _gathered_by_fsdp1(model):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter.requires_grad or not trainable_only:
-                whole = _whole(parameter)
+                whole = _whole(parameter)  # a collective: all ranks call it, in the same order
                 if keeps:
                     state[plain_name(name)] = whole.detach().to("cpu", copy=True)
         for prefix, module in model.named_modules() if keeps and not trainable_only else ():
@@ -255,7 +260,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
 
 
 def edit_weight(model: nn.Module, name: str, edit: Callable[[Tensor], Tensor]) -> None:
-    """Replace one parameter of the whole model by `edit` of it, on every rank, wherever its parts rest; collective."""
+    """Replace one parameter by `edit(parameter)` under every strategy. Collective."""
     with torch.no_grad(), _gathered_by_fsdp1(model, write=True):
         found = {plain_name(one): parameter for one, parameter in model.named_parameters(remove_duplicate=False)}
         if name not in found:
@@ -268,7 +273,7 @@ def edit_weight(model: nn.Module, name: str, edit: Callable[[Tensor], Tensor]) -
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """Return a parameter's name without the prefixes of wrappers."""
     for wrapper in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
         name = name.replace(f"{wrapper}.", "")
     return name.removeprefix(".")
@@ -276,7 +281,7 @@ def plain_name(name: str) -> str:
 
 @contextmanager
 def _gathered_by_fsdp1(model: nn.Module, *, write: bool = False) -> Iterator[None]:
-    """Let FSDP1 lay out whole parameters for a while; to read them from a GPU, in the host memory of rank 0 alone."""
+    """Gather FSDP1's parameters for a context. For reading from GPUs, only in the host memory of rank 0."""
     if not FullyShardedDataParallel.fsdp_modules(model):
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -291,6 +296,6 @@ def _gathered_by_fsdp1(model: nn.Module, *, write: bool = False) -> Iterator[Non
 def _whole(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
-    on_mesh = parameter.detach().to(parameter.device_mesh.device_type)  # offloaded shards rest on the CPU
+    on_mesh = parameter.detach().to(parameter.device_mesh.device_type)  # offloaded shards are on the CPU
     assert isinstance(on_mesh, DTensor)
     return on_mesh.full_tensor()

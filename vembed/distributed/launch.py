@@ -1,4 +1,4 @@
-"""Starting the processes of one machine, passing signals on to them, and ending them all when one of them fails."""
+"""Launcher of the processes of one machine: forwards signals, and ends all processes when one of them fails."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from typing import IO
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes of a rank that was asked to stop, and has saved a checkpoint."""
+"""Exit codes of a rank that was stopped by a signal after saving a checkpoint."""
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0
-"""From SIGTERM to SIGKILL, for ranks that wait for one that has failed."""
+"""Time from SIGTERM to SIGKILL for ranks that wait for a failed one."""
 FOLLOW_SECONDS = 30.0
-"""How long the other ranks may take to stop once one has."""
+"""Time limit for the other ranks to stop after the first one."""
 SETTLE_SECONDS = 1.0
 HOLD_SECONDS = 30.0
-"""How long a traceback waits for its rank to end."""
+"""Time limit for holding a traceback until its rank ends."""
 JOIN_SECONDS = 2.0
 DEFAULT_PORT = 29500
 TRACEBACK = "Traceback (most recent call last)"
@@ -34,7 +34,7 @@ GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def num_visible_devices(env: Mapping[str, str] = os.environ) -> int:
-    """GPUs that processes started here would see; torch is only asked where the machine may have one."""
+    """Return the number of GPUs that child processes see. Imports torch only if the machine may have a GPU."""
     if env.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles") or not any(
         Path(node).exists() for node in GPU_NODES
     ):
@@ -48,12 +48,12 @@ def num_visible_devices(env: Mapping[str, str] = os.environ) -> int:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -69,7 +69,7 @@ def rank_environments(
     main_process_port: int | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> list[dict[str, str]]:
-    """The environment of each process of this machine, in torch's meaning of the names."""
+    """Return the environment of each process of this machine, with the variables of torchrun."""
     port = main_process_port or (DEFAULT_PORT if num_machines > 1 else free_port())
     shared = dict(env) | {
         "WORLD_SIZE": str(num_processes * num_machines),
@@ -77,7 +77,7 @@ def rank_environments(
         "MASTER_ADDR": main_process_ip or "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    # Each process would otherwise start as many threads as there are cores, and all would wait for each other.
+    # Each process would otherwise start one thread per core, and the processes would compete for the cores.
     shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes)))
     return [
         shared | {"RANK": str(machine_rank * num_processes + local), "LOCAL_RANK": str(local)}
@@ -85,16 +85,16 @@ def rank_environments(
     ]
 
 
-def launch(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
-    """Run the command once in each environment, wait for all, and return the exit code of the whole.
+def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
+    """Run the command once in each environment, wait for all processes, and return one exit code.
 
-    0: all ended well. 130, 143: stopped by a signal. 2: a rank found a user's mistake. 1: a rank failed or was killed.
+    0: success. 130, 143: stopped by a signal. 2: a rank raised a UserError. 1: a rank failed or was killed.
     """
     return _Ranks(command, environments).wait()
 
 
 class _Ranks:
-    """The running processes, and what has happened to them."""
+    """The running processes and their state."""
 
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
         self.numbers = [int(environment["RANK"]) for environment in environments]
@@ -111,7 +111,7 @@ class _Ranks:
         self.passed_on = False
 
     def _start_all(self) -> None:
-        # All processes before the first thread: what runs between fork and exec must not meet other threads' locks.
+        # Start all processes before the first thread: between fork and exec, other threads' locks could deadlock.
         for position, environment in enumerate(self.environments):
             self.processes.append(_start(self.command, environment, position == 0))
         self.pumps = [
@@ -124,7 +124,7 @@ class _Ranks:
         self._pass_on()
 
     def wait(self) -> int:
-        """Until no rank is left."""
+        """Wait until all ranks have ended and return the exit code."""
         try:
             with self._signals():
                 self._start_all()
@@ -134,7 +134,7 @@ class _Ranks:
             self._kill()
             for pump in self.pumps:
                 pump.join(timeout=JOIN_SECONDS)
-                # What a user's mistake on one rank does to the others says nothing more.
+                # After a UserError on one rank, the tracebacks of the others are only consequences.
                 pump.release(drop=self.code == 2)
         if self.cause is not None:
             return self.code
@@ -143,7 +143,7 @@ class _Ranks:
         return max(process.returncode for process in self.processes)
 
     def _look(self) -> bool:
-        """See who has ended, do what follows from it, and say whether any is left."""
+        """Poll the ranks and handle those that ended; return True while any rank is running."""
         codes = [process.poll() for process in self.processes]
         for pump in self.pumps:
             if pump.has_held_for(HOLD_SECONDS):
@@ -153,7 +153,7 @@ class _Ranks:
         now = time.monotonic()
         if failed and self.cause is None and not self.ends_at_once:
             self.failed_at = self.failed_at or now
-            # The end of one rank fails others, which may be gone before it: the cause is known a moment later.
+            # The failure of one rank makes others fail, and they may end before it: wait a moment for the cause.
             if now - self.failed_at > SETTLE_SECONDS or None not in codes:
                 self._report(failed)
                 self.deadline = now + GRACE_SECONDS
@@ -171,11 +171,11 @@ class _Ranks:
     def _is_stop(self, code: int) -> bool:
         if code in STOPPED_CODES:
             return True
-        # Before a rank has set up its handlers, the signal itself ends it.
+        # A rank that has not installed its handlers yet is killed by the signal itself.
         return self.stop_signal is not None and -code in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def _report(self, failed: Sequence[tuple[int, int]]) -> None:
-        """Name the rank that made the others fail: one that was killed, or else found a mistake, or else any."""
+        """Report the likely cause: a rank that was killed, else one with exit code 2, else the first."""
         number, code = min(failed, key=lambda one: (one[1] >= 0, one[1] != 2, one[0]))
         for pump in self.pumps:
             if pump.number == number:
@@ -191,12 +191,12 @@ class _Ranks:
         self.cause, self.code = cause, code
         num_left = sum(process.poll() is None for process in self.processes)
         ending = f"; ending the other {num_left}" if num_left else ""
-        with suppress(OSError):  # where the terminal is closed
+        with suppress(OSError):  # the terminal may be closed
             sys.stderr.write(f"vembed: {cause}{ending}\n")
             sys.stderr.flush()
 
     def _pass_on(self) -> None:
-        """Send a signal that has come to all ranks, once, and not before all are there to get it."""
+        """Forward a received signal to all ranks, once, after all have been started."""
         if self.stop_signal is None or self.passed_on or not self.all_started:
             return
         self.passed_on = True
@@ -210,12 +210,12 @@ class _Ranks:
     def _kill(self) -> None:
         for process in self.processes:
             if process.poll() is None:
-                # Its own session, so its group is itself and what it has started.
+                # Each rank has its own session, so its process group is the rank and its children.
                 os.killpg(process.pid, signal.SIGKILL)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Pass the first signal on and wait for the checkpoint; the second ends everything at once."""
+        """Forward the first signal and wait for the checkpoint; kill all ranks on the second."""
 
         def handle(signum: int, _frame: object) -> None:
             if self.stop_signal is not None:
@@ -226,7 +226,7 @@ class _Ranks:
 
         before = {}
         for signum in FORWARDED:
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup ignores SIGHUP, and so do we then
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # keep ignored signals ignored, as SIGHUP under nohup
                 before[signum] = signal.signal(signum, handle)
         try:
             yield
@@ -236,10 +236,10 @@ class _Ranks:
 
 
 class _Pump(threading.Thread):
-    """Copies a rank's output line by line, each with its number, so that several tracebacks can be told apart.
+    """Thread that copies a rank's output line by line, with the rank as prefix.
 
-    A traceback and what follows it are held until the rank has ended: then it is known whether it is the cause, or only
-    what the end of another rank has led to.
+    A traceback and the lines after it are held until the rank has ended, when it is known whether this rank is the
+    cause or only failed because of another one.
     """
 
     lock = threading.Lock()
@@ -252,7 +252,7 @@ class _Pump(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Until the rank closes its end; goes on reading where nobody listens any more, or the rank would block."""
+        """Copy until the rank closes its output. Keep reading if the target is closed, or the rank would block."""
         with self.pipe:
             for raw in self.pipe:
                 line = f"[rank {self.number}] {raw.decode('utf-8', 'replace').rstrip()}\n"
@@ -264,11 +264,11 @@ class _Pump(threading.Thread):
                         self._write(line)
 
     def has_held_for(self, seconds: float) -> bool:
-        """Whether something has been held so long: then its rank is not about to end."""
+        """Return True if lines have been held for longer than `seconds`."""
         return bool(self.held) and time.monotonic() - self.held_since > seconds
 
     def release(self, *, drop: bool = False) -> None:
-        """Write what is held, or forget it."""
+        """Write the held lines, or drop them."""
         with self.lock:
             if not drop:
                 self._write("".join(self.held))
@@ -281,7 +281,8 @@ class _Pump(threading.Thread):
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], is_first: bool) -> subprocess.Popen[bytes]:
-    """One process in a session of its own, so that Ctrl-C reaches it once: through us. The first keeps our terminal."""
+    """Start one process in its own session, so that Ctrl-C reaches it only through the launcher. The first process
+    writes to the terminal directly."""
     output = None if is_first else subprocess.PIPE
     return subprocess.Popen(
         list(command),
@@ -295,12 +296,12 @@ def _start(command: Sequence[str], environment: Mapping[str, str], is_first: boo
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:
-    """What a child does before it becomes the command: ask the kernel to be killed when its parent is gone."""
+    """Return a function for the child, before exec: ask the kernel to kill it when its parent ends."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def ask() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died in between
+        if os.getppid() != parent:  # the parent ended before prctl
             os._exit(1)
 
     return ask

@@ -1,4 +1,4 @@
-"""Memory of this process and of all: measuring, printing and giving back, on GPUs and on CPUs."""
+"""Memory of the processes, on GPUs and CPUs: measurement, log lines and release of caches."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ log = logging.getLogger("vembed")
 
 
 def fsdp_empty_cache() -> None:
-    """Give cached memory back on all ranks together and start measuring peaks anew; also without a process group."""
-    collectives.barrier()  # nobody still waits for a tensor of this rank
+    """Release cached memory and reset peak counters on all ranks. Collective; works without a process group."""
+    collectives.barrier()  # no rank still waits for a tensor of this rank
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -35,9 +35,9 @@ def fsdp_empty_cache() -> None:
 
 
 def fsdp_print_memory_usage(prefix: str = "") -> list[str]:
-    """Log one line of memory per rank and their sum, on rank 0 and in the order of ranks; collective.
+    """Log the memory of each rank and the sum, on rank 0. Collective. Return the lines on every rank.
 
-    Where nobody has set up logging, the lines go to standard output. They are returned on every rank.
+    Without logging handlers the lines go to standard output.
     """
     lead = f"{prefix}: " if prefix and not prefix.endswith((" ", ":")) else prefix
     lines = [lead + line for line in memory_lines()]
@@ -51,15 +51,15 @@ def fsdp_print_memory_usage(prefix: str = "") -> list[str]:
 
 
 def memory_lines() -> list[str]:
-    """The memory of each rank and of all together, on every rank; collective."""
+    """Return the lines with the memory of each rank and the sum, on every rank. Collective."""
     ranks = collectives.gather_objects_as_json(memory_snapshot(current_device()))
     total = {key: sum(memory[key] for memory in ranks) for key in ranks[0] if key.endswith("_gb")}
-    lines = [f"Rank {rank}, {_place(memory)}: {_amounts(memory)}" for rank, memory in enumerate(ranks)]
+    lines = [f"Rank {rank}, {_rank_info(memory)}: {_amounts(memory)}" for rank, memory in enumerate(ranks)]
     return [*lines, f"Total across {len(ranks)} processes: {_amounts(total)}"]
 
 
 def memory_snapshot(device: torch.device) -> dict[str, Any]:
-    """This process's memory in GiB: allocated, reserved and peak on a GPU, resident and peak on the CPU."""
+    """Return this process's memory in GiB: allocated, reserved and peak on a GPU, resident and peak on the CPU."""
     if device.type == "cuda":
         return {
             "device": str(device),
@@ -76,7 +76,7 @@ def memory_snapshot(device: torch.device) -> dict[str, Any]:
 
 
 def reset_peak_memory() -> None:
-    """Measure peaks from here on; where the system cannot do that for resident memory, the old peak stays."""
+    """Reset the peak counters. The peak of resident memory is kept if the system cannot reset it."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     switch = Path("/proc/self/clear_refs")
@@ -88,7 +88,7 @@ def reset_peak_memory() -> None:
 
 
 def current_device() -> torch.device:
-    """The GPU that this process uses, or the CPU."""
+    """Return the GPU that this process uses, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -102,7 +102,7 @@ def _peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _place(memory: dict[str, Any]) -> str:
+def _rank_info(memory: dict[str, Any]) -> str:
     name: str = memory["device"]
     return f"GPU {name.partition(':')[2] or 0}" if name.startswith("cuda") else "CPU"
 
@@ -113,13 +113,13 @@ def _amounts(memory: dict[str, Any]) -> str:
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what a step frees for the next step, where tensors live in host memory; True where that is so.
+    """Let glibc keep freed memory for the next step (CPU training). Return True if it is in effect.
 
-    By itself it gives large blocks back to the system at once, and each step of a training on a CPU pays for its
-    pages anew: measured on two cores, a quarter of all page faults, and some percent of the time.
+    By default glibc returns large blocks to the system at once, and each step pays for page faults again: measured on
+    two cores, a quarter of all page faults, and a few percent of the time.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
-    # The first is as large as glibc allows; setting either also ends its own guessing.
+    # 32 MiB is glibc's maximum. Setting either threshold also disables their dynamic adjustment.
     return bool(libc.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))

@@ -1,4 +1,4 @@
-"""The network between machines: which interface of this one leads to the others."""
+"""Network interfaces: the interface of this machine that leads to the other machines."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import socket
 import psutil
 
 _ELSEWHERE = ("198.51.100.1", "2001:db8::1")
-"""Addresses that documents use and no machine has: what leads there is the default route."""
+"""Addresses reserved for documentation, which no machine has; packets to them take the default route."""
 
 
 def interface_to(address: str, port: int) -> str | None:
-    """Name of the interface that packets to an address or a host leave by; None where nothing leads there.
+    """Return the interface for packets to an address or a host; None without a route.
 
-    Of a host's addresses the first that is not loopback counts, if there is one. Sends nothing.
+    Of a host's addresses, the first one that is not loopback is preferred. Sends nothing.
     """
     own = _own_addresses(address, port)
     outward = [one for one in own if not _is_loopback(one)]
@@ -22,14 +22,14 @@ def interface_to(address: str, port: int) -> str | None:
 
 
 def default_interface() -> str | None:
-    """Name of the interface of the default route; None where there is no such route. Sends nothing."""
+    """Return the interface of the default route; None without one. Sends nothing."""
     return next((name for address in _ELSEWHERE if (name := interface_to(address, 9)) is not None), None)
 
 
 def is_loopback_by_name(host: str) -> bool:
-    """Whether this machine knows a host's name as loopback only, as Debian's /etc/hosts has the machine's own name.
+    """Return True if a host name resolves to loopback only, as Debian's /etc/hosts maps the machine's own name.
 
-    Who writes localhost or 127.0.0.1 means it: several "machines" that are one.
+    False for localhost and 127.0.0.1, which users give on purpose to run several "machines" on one.
     """
     if host == "localhost" or _is_loopback(host):
         return False
@@ -41,7 +41,7 @@ def is_loopback_by_name(host: str) -> bool:
 
 
 def _own_addresses(address: str, port: int) -> list[str]:
-    """For each address of a host that something leads to: the address of this machine that packets would come from."""
+    """Return the source address of this machine for packets to each reachable address of a host."""
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)
     except OSError:
@@ -50,15 +50,15 @@ def _own_addresses(address: str, port: int) -> list[str]:
     for family, kind, protocol, _, target in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)
+                probe.connect(target)  # UDP: chooses the route, sends nothing
                 own.append(str(probe.getsockname()[0]))
-        except OSError:  # an IPv6 address where there is no such network, for one
+        except OSError:  # an IPv6 address without an IPv6 network, for example
             continue
     return own
 
 
 def _is_loopback(text: str) -> bool:
-    """Whether a text is an address, and one of loopback."""
+    """Return True if a text is a loopback address."""
     try:
         return ipaddress.ip_address(text.partition("%")[0]).is_loopback
     except ValueError:
@@ -66,7 +66,7 @@ def _is_loopback(text: str) -> bool:
 
 
 def _interface_of(own: str) -> str | None:
-    # An IPv6 address may carry its interface, fe80::1%eth0, and two interfaces may have the same without it.
+    # An IPv6 address may carry its interface (fe80::1%eth0), and two interfaces may have the same bare address.
     entries = [(name, entry.address) for name, found in psutil.net_if_addrs().items() for entry in found]
     exact = [name for name, address in entries if address == own]
     bare = [name for name, address in entries if address.partition("%")[0] == own.partition("%")[0]]

@@ -1,4 +1,4 @@
-"""Session: one process among all of a run: its group, its device, its strategy and its Accelerator, and their end."""
+"""Session: process group, device, precision, strategy and Accelerator of a process, from start to cleanup."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives, cpu_fsdp, sharding
 from vembed.distributed.devices import (
     Precision,
-    ask_for_growing_segments,
     choose_device,
     choose_precision,
-    float32_products,
+    enable_expandable_segments,
+    matmul_precision,
 )
-from vembed.distributed.environment import Place, read_place
+from vembed.distributed.environment import RankInfo, read_rank_info
 from vembed.distributed.memory import keep_freed_memory
 from vembed.distributed.network import default_interface, interface_to, is_loopback_by_name
 from vembed.distributed.strategy import GIB, Choice, Strategy, choose_strategy, memory_of_a_process
@@ -44,21 +44,21 @@ _CHANGED_VARIABLES = (
     "ACCELERATE_USE_FSDP", "CUBLAS_WORKSPACE_CONFIG", "FSDP_CPU_RAM_EFFICIENT_LOADING", "GLOO_SOCKET_IFNAME",
     "LOCAL_WORLD_SIZE", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_DISTRIBUTED_DEBUG",
 )  # fmt: skip
-"""What a session and Accelerate set in the environment; put back at the end, so that a second run starts clean."""
+"""Environment variables that a session and Accelerate set; restored at the end, so that a second run starts clean."""
 _TOLD_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "ACCELERATE_", "FSDP_",
 )  # fmt: skip
-"""Beginnings of the variables that explain how processes find and treat each other; for `debug: true`."""
+"""Prefixes of the environment variables that `debug: true` logs."""
 
 
 class Session:
-    """What all parts know about the processes of a run. Use it as a context manager: its end ends the process group."""
+    """State of this process in a run. Context manager: the exit destroys the process group."""
 
     def __init__(
         self,
         *,
         config: TrainConfig,
-        place: Place,
+        rank_info: RankInfo,
         device: torch.device,
         strategy: Strategy,
         mixed_precision: Precision,
@@ -67,57 +67,57 @@ class Session:
         exits: _Exits,
     ) -> None:
         self.config = config
-        self.rank = place.rank
-        self.world_size = place.world_size
-        self.local_rank = place.local_rank
-        self.local_world_size = place.local_world_size
+        self.rank = rank_info.rank
+        self.world_size = rank_info.world_size
+        self.local_rank = rank_info.local_rank
+        self.local_world_size = rank_info.local_world_size
         self.device = device
         self.strategy: Strategy = strategy
         self.mixed_precision: Precision = mixed_precision
-        """Dtype of the arithmetic, resolved."""
+        """Resolved dtype of computation."""
         self.fsdp = fsdp
-        """The options of FSDP where the model is sharded, else None."""
+        """FSDP settings if the model is sharded, else None."""
         self.accelerator = accelerator
         self.reduces_each_micro_batch = False
-        """FSDP: reduce gradients after every micro-batch, not once per step, because whole ones would not fit beside
-        the rest. The sum is the same."""
+        """FSDP: reduce gradients after every micro-batch instead of once per step, because unsharded gradients would
+        not fit in memory. The sum is the same."""
         self.keeps_gathered = False
-        """FSDP2: parameters stay gathered between the micro-batches of a step, as whole ones fit beside the rest."""
-        self._place = place
+        """FSDP2: parameters stay gathered between the micro-batches of a step, because they fit in memory."""
+        self._rank_info = rank_info
         self._exits = exits
 
     @property
     def memory_of_a_process(self) -> int:
         """Bytes of this process's GPU, or its part of the machine's memory."""
-        return memory_of_a_process(self._place, self.device)
+        return memory_of_a_process(self._rank_info, self.device)
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes files and talks to the console."""
+        """True on rank 0, which writes files and the console log."""
         return self.rank == 0
 
     @property
     def model_device(self) -> torch.device:
-        """Where the model is to be built: whole models on the device itself, others in host memory until sharded."""
+        """Device on which the model is built. A model for FSDP is built in host memory and then sharded."""
         return self.device if self.strategy != "fsdp" or self.config.use_qlora else torch.device("cpu")
 
     @property
     def builds_empty(self) -> bool:
-        """Whether this process builds the model without reading its weights, and is handed its shards by rank 0."""
+        """True if this process builds the model without weights and receives its shards from rank 0."""
         return self._one_reads and self.rank > 0
 
     @property
     def _one_reads(self) -> bool:
         if self.fsdp is None or not self.fsdp.ram_efficient_loading:
             return False
-        # Weights in 4 bits keep tables beside them that a handed-out shard would not have, and FSDP1 hands out on GPUs
-        # only.
+        # A shard of 4-bit weights would lack their quantisation tables, and FSDP1 broadcasts weights on GPUs only.
         return not self.config.use_qlora and (self.fsdp.version == 2 or self.device.type == "cuda")
 
     def prepare(self, model: nn.Module, layer_classes: tuple[str, ...] = ()) -> nn.Module:
-        """Bring the model to the device, into its precision, to equal weights on all ranks, and into shards.
+        """Move the model to the device, set its precision, synchronise its weights and shard it. Collective.
 
-        `layer_classes` are the units where the config names none. The optimizer is made from what this returns.
+        `layer_classes`: FSDP units if the config names none. Create the optimizer from the returned model: FSDP
+        replaces the parameters.
         """
         # from_pretrained leaves a backbone in evaluation mode, without dropout and without gradient checkpointing.
         model.train()
@@ -125,18 +125,18 @@ class Session:
             self._choose_reduction(model)
             self._choose_gathering(model, self.fsdp)
             return sharding.shard(model, self.accelerator, self.fsdp, layer_classes, one_reads=self._one_reads)
-        # evaluation_mode: device and autocast, but no DDP. Its reducer would miss towers whose micro-batch is not the
-        # last one; collectives.all_reduce_gradients averages all gradients once per step.
+        # evaluation_mode gives device placement and autocast without DDP. DDP's reducer runs in one backward pass and
+        # would miss towers that are not part of the last micro-batch; all_reduce_gradients runs once per step instead.
         model = self.accelerator.prepare_model(model, evaluation_mode=True)
         collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
         return model
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Block until every rank has called it."""
         collectives.barrier()
 
     def close(self) -> None:
-        """End the process group and forget Accelerate's state; more than once does nothing more."""
+        """Destroy the process group and reset Accelerate's state. Further calls are no-ops."""
         self._exits.leave()
 
     def __enter__(self) -> Self:
@@ -150,9 +150,10 @@ class Session:
         self.close()
 
     def _choose_reduction(self, model: nn.Module) -> None:
-        """Between two micro-batches that do not reduce, every rank holds the gradients of the whole model."""
+        """Set `reduces_each_micro_batch`. Without a reduction, every rank holds unsharded gradients between
+        micro-batches."""
         size = 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        limit = WHOLE_GRADIENTS_SHARE * memory_of_a_process(self._place, self.device)
+        limit = WHOLE_GRADIENTS_SHARE * memory_of_a_process(self._rank_info, self.device)
         self.reduces_each_micro_batch = size > limit
         log.info(
             "gradients: reduced %s (whole ones take %.2fGB on each process, of at most %.2fGB)",
@@ -160,12 +161,13 @@ class Session:
         )  # fmt: skip
 
     def _choose_gathering(self, model: nn.Module, fsdp: FsdpConfig) -> None:
-        """A step of n micro-batches would otherwise gather every unit 2n times, or 3n times with Gradient Cache."""
+        """Set `keeps_gathered`. Otherwise a step of n micro-batches gathers every unit 2n times, or 3n times with
+        Gradient Cache."""
         if fsdp.version == 1 or fsdp.offload or self.world_size == 1:
             return
         narrow = self.mixed_precision != "no"
         size = sum(one.numel() * (2 if narrow else one.element_size()) for one in model.parameters())
-        limit = WHOLE_PARAMETERS_SHARE * memory_of_a_process(self._place, self.device)
+        limit = WHOLE_PARAMETERS_SHARE * memory_of_a_process(self._rank_info, self.device)
         wants_none = self.config.fsdp_reshard_after_forward is True
         self.keeps_gathered = size <= limit and not wants_none
         log.info(
@@ -177,7 +179,7 @@ class Session:
 
 
 class _Exits:
-    """What has to be undone at the end, whatever happened."""
+    """Cleanup of a session: contexts, process group, Accelerate's state and environment."""
 
     def __init__(self) -> None:
         self.environment = {name: os.environ.get(name) for name in _CHANGED_VARIABLES}
@@ -185,11 +187,11 @@ class _Exits:
         self._opened = ExitStack()
 
     def open(self, context: AbstractContextManager[None]) -> None:
-        """Enter a context that lasts as long as the session."""
+        """Enter a context for the lifetime of the session."""
         self._opened.enter_context(context)
 
     def leave(self) -> None:
-        """End the group that this session started, and bring settings and environment back."""
+        """Destroy the group that this session started, and restore settings and environment."""
         self._opened.close()
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -203,51 +205,51 @@ class _Exits:
 
 
 _groups = itertools.count()
-"""Numbers of the groups that this process has joined; all processes of a launch join equally many."""
+"""Number of process groups that this process has joined; equal on all processes of a launch."""
 
 
 def start_session(config: TrainConfig) -> Session:
     """Join the other processes, choose device, precision and strategy, and log each decision with its reason."""
     exits = _Exits()
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA at its first product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first matrix product
     try:
-        place = read_place()
+        rank_info = read_rank_info()
         if torch.cuda.is_available():
-            ask_for_growing_segments()
-        device = choose_device(place)
+            enable_expandable_segments()
+        device = choose_device(rank_info)
         if device.type == "cpu":
             keep_freed_memory()
         possible, notes = resolve_fsdp(config, os.environ)
         if config.debug:
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
             dist.set_debug_level_from_env()  # type: ignore[attr-defined]
-        if place.world_size > 1:
-            _join(config, place, device)
-        choice = choose_strategy(config, possible, place, device)
-        # Machines may differ in memory, and all must do the same.
+        if rank_info.world_size > 1:
+            _join(config, rank_info, device)
+        choice = choose_strategy(config, possible, rank_info, device)
+        # Machines may differ in memory, but all ranks must use the same strategy: rank 0 decides.
         choice = Choice(*collectives.broadcast_json([choice.strategy, choice.reason, choice.advice]))
         fsdp = possible if choice.strategy == "fsdp" else None
-        if fsdp is not None and place.world_size == 1:
-            _join(config, place, device)
+        if fsdp is not None and rank_info.world_size == 1:
+            _join(config, rank_info, device)
         wanted = config.mixed_precision if fsdp is None else fsdp.mixed_precision
         precision, why_precision = choose_precision(wanted, device)
-        _log_environment(place)
+        _log_environment(rank_info)
         log.info("device: %s; mixed precision: %s (%s)", device, precision, why_precision)
         if device.type == "cuda" and precision != "no":
-            log.info("products that stay float32 use TF32, except in the loss")
-            exits.open(float32_products("high"))
+            log.info("float32 matrix products use TF32 (except in the loss)")
+            exits.open(matmul_precision("high"))
         log.info("strategy: %s (%s)", choice.strategy, choice.reason)
-        for line in [*(notes if place.world_size > 1 and (fsdp or possible is None) else ()), choice.advice]:
+        for line in [*(notes if rank_info.world_size > 1 and (fsdp or possible is None) else ()), choice.advice]:
             if line is not None:
                 log.info("%s", line)
-        accelerator = _make_accelerator(fsdp, place, device, precision)
+        accelerator = _make_accelerator(fsdp, rank_info, device, precision)
     except BaseException:
         exits.leave()
         raise
     return Session(
         config=config,
-        place=place,
+        rank_info=rank_info,
         device=device,
         strategy=choice.strategy,
         mixed_precision=precision,
@@ -257,13 +259,13 @@ def start_session(config: TrainConfig) -> Session:
     )
 
 
-def _join(config: TrainConfig, place: Place, device: torch.device) -> None:
-    """Start the process group unless there is one; with GPUs also a gloo backend for tensors on the CPU."""
+def _join(config: TrainConfig, rank_info: RankInfo, device: torch.device) -> None:
+    """Start the process group unless there is one. With GPUs it also gets a gloo backend for CPU tensors."""
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    alone = place.world_size == 1  # nobody to find, so no address is needed
-    if place.world_size > place.local_world_size:
+    alone = rank_info.world_size == 1  # no other process, so no address is needed
+    if rank_info.world_size > rank_info.local_world_size:
         _choose_interface()
     timeout = timedelta(minutes=config.dist_timeout_minutes)
     try:
@@ -273,13 +275,13 @@ def _join(config: TrainConfig, place: Place, device: torch.device) -> None:
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
             store=store,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
         )
     except dist.DistStoreError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(
-            f"Rank {place.rank} did not find all {place.world_size} processes at {address} within "
+            f"Rank {rank_info.rank} did not find all {rank_info.world_size} processes at {address} within "
             f"{config.dist_timeout_minutes:g} minutes: check that each is started with the same MASTER_ADDR, "
             f"MASTER_PORT and WORLD_SIZE and a RANK of its own ({str(error).splitlines()[0]})."
         ) from error
@@ -287,33 +289,33 @@ def _join(config: TrainConfig, place: Place, device: torch.device) -> None:
         if "connectFullMesh" not in str(error):
             raise
         raise UserError(
-            f"Rank {place.rank} found the address of every process, and cannot reach one of them: set "
+            f"Rank {rank_info.rank} found the address of every process, and cannot reach one of them: set "
             f"GLOO_SOCKET_IFNAME (now {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) to the interface that leads "
             f"to the other machines, on each of them, and let them open any port to each other "
             f"({str(error).splitlines()[0]})."
         ) from error
     log.info(
         "processes: %d, %d of them on this machine; backend: %s (%s); a collective waits %g minutes at most",
-        place.world_size, place.local_world_size, backend, "GPUs" if device.type == "cuda" else "no GPU",
+        rank_info.world_size, rank_info.local_world_size, backend, "GPUs" if device.type == "cuda" else "no GPU",
         config.dist_timeout_minutes,
     )  # fmt: skip
 
 
 def _meeting_point(timeout: timedelta) -> PrefixStore:
-    """The launcher's store, with a shelf for each group that this process joins: torchrun's outlives a group, and
-    whoever came first to the next would find the addresses of the last."""
+    """Return the launcher's store with a prefix per process group. torchrun's store outlives a group; without the
+    prefix the next group would read the addresses of the last one."""
     store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
     return PrefixStore(f"vembed-{next(_groups)}", store)
 
 
 def _choose_interface() -> None:
-    """gloo would take the address of the machine's own name, which on many machines is loopback."""
+    """Set gloo's network interface. By default gloo resolves the host name, which is loopback on many machines."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     address = os.environ["MASTER_ADDR"]
     interface, why = interface_to(address, int(os.environ["MASTER_PORT"])), f"it leads to {address}"
     if is_loopback_by_name(address):
-        # Debian's /etc/hosts: machine 0 knows its own name as 127.0.1.1, and the others know its address.
+        # Debian's /etc/hosts maps a machine's own name to 127.0.1.1; other machines resolve it to the real address.
         interface, why = default_interface(), f"the default route's, because {address} is loopback on this machine"
         if interface is None:
             log.warning(
@@ -326,33 +328,38 @@ def _choose_interface() -> None:
         log.info("network: interface %s (%s; GLOO_SOCKET_IFNAME names another)", interface, why)
 
 
-def _log_environment(place: Place) -> None:
+def _log_environment(rank_info: RankInfo) -> None:
     listed = sorted(name for name in os.environ if name.startswith(_TOLD_VARIABLES))
     log.debug(
-        "rank %d, local rank %d: %s", place.rank, place.local_rank, ", ".join(f"{n}={os.environ[n]}" for n in listed)
+        "rank %d, local rank %d: %s",
+        rank_info.rank,
+        rank_info.local_rank,
+        ", ".join(f"{n}={os.environ[n]}" for n in listed),
     )
 
 
-def _make_accelerator(fsdp: FsdpConfig | None, place: Place, device: torch.device, precision: Precision) -> Accelerator:
+def _make_accelerator(
+    fsdp: FsdpConfig | None, rank_info: RankInfo, device: torch.device, precision: Precision
+) -> Accelerator:
     on_cpu = device.type == "cpu"
     if fsdp is None:
-        os.environ["ACCELERATE_USE_FSDP"] = "false"  # the launcher may have asked for it, for one process or NO_SHARD
+        os.environ["ACCELERATE_USE_FSDP"] = "false"  # the launcher may have set it, for one process or NO_SHARD
         return Accelerator(cpu=on_cpu, mixed_precision=precision)
     if fsdp.version == 1 and fsdp.sharding_strategy == "HYBRID_SHARD" and on_cpu:
         raise UserError("HYBRID_SHARD under fsdp_version: 1 needs GPUs; use fsdp_version: 2.")
     plugin = sharding.make_plugin(fsdp, precision, device)
-    # The policy in the plugin says all about precision; Accelerate would convert masters beside it.
-    if on_cpu or place.world_size == 1:
+    # mixed_precision="no": the plugin's policy sets the precision, and Accelerate would also convert master weights.
+    if on_cpu or rank_info.world_size == 1:
         os.environ["ACCELERATE_USE_FSDP"] = "false"
         accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")
         cpu_fsdp.turn_on_fsdp(accelerator, plugin, device)
     else:
         accelerator = Accelerator(mixed_precision="no", fsdp_plugin=plugin)
     if fsdp.version == 2 and fsdp.sharding_strategy == "HYBRID_SHARD":
-        num_machines = place.world_size // place.local_world_size
-        if num_machines > 1 and place.local_world_size > 1:
-            sharding.use_hybrid_mesh(accelerator, num_machines, place.local_world_size)
+        num_machines = rank_info.world_size // rank_info.local_world_size
+        if num_machines > 1 and rank_info.local_world_size > 1:
+            sharding.use_hybrid_mesh(accelerator, num_machines, rank_info.local_world_size)
         else:
             log.info("HYBRID_SHARD: with %d machine(s) of %d process(es) it is the same as FULL_SHARD",
-                     num_machines, place.local_world_size)  # fmt: skip
+                     num_machines, rank_info.local_world_size)  # fmt: skip
     return accelerator

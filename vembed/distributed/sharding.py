@@ -1,4 +1,4 @@
-"""From a whole model to a sharded one: Accelerate's plugin, its units, weights that one process has read."""
+"""Sharding of a model with Accelerate's FSDP code: plugin, units, and distribution of weights from rank 0."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make_plugin(fsdp: FsdpConfig, precision: str, device: torch.device) -> FullyShardedDataParallelPlugin:
-    """Accelerate's plugin with every value given, so that none comes from the environment."""
+    """Return Accelerate's FSDP plugin with every value set, so that none comes from the environment."""
     shared: dict[str, Any] = {
         "fsdp_version": fsdp.version,
         "state_dict_type": fsdp.state_dict_type,
-        "auto_wrap_policy": "NO_WRAP",  # `shard` says which modules
-        "activation_checkpointing": False,  # the model brings its own
-        "cpu_ram_efficient_loading": False,  # `shard` does it, for buffers and several kinds of units as well
+        "auto_wrap_policy": "NO_WRAP",  # `shard` chooses the modules
+        "activation_checkpointing": False,  # the model has its own
+        "cpu_ram_efficient_loading": False,  # `shard` does it, also for buffers and several unit classes
         "mixed_precision_policy": _precision_policy(fsdp, precision),
     }
     if fsdp.version == 2:
@@ -53,27 +53,27 @@ def make_plugin(fsdp: FsdpConfig, precision: str, device: torch.device) -> Fully
         )
     return FullyShardedDataParallelPlugin(
         **shared,
-        # FSDP1 would pin the memory, which takes a GPU; on the CPU everything is in host memory as it is.
+        # FSDP1 would pin the memory, which needs a GPU; on the CPU all tensors are in host memory anyway.
         cpu_offload=fsdp.offload and device.type == "cuda",
         reshard_after_forward=fsdp.sharding_strategy,
         backward_prefetch=fsdp.backward_prefetch,
         forward_prefetch=fsdp.forward_prefetch,
         limit_all_gathers=fsdp.limit_all_gathers,
         use_orig_params=fsdp.use_orig_params,
-        # FSDP1 hands weights out on GPUs only; on the CPU `shard` has made them equal before.
+        # FSDP1 broadcasts weights on GPUs only; on the CPU `shard` has synchronised them from rank 0 before.
         sync_module_states=(fsdp.sync_module_states or fsdp.ram_efficient_loading) and device.type == "cuda",
     )
 
 
 def use_hybrid_mesh(accelerator: Accelerator, num_machines: int, num_local: int) -> None:
-    """FSDP2: shard among the processes of a machine, copy between machines."""
+    """Set up FSDP2's HYBRID_SHARD: shard inside a machine, replicate between machines."""
     layout = ParallelismConfig(dp_replicate_size=num_machines, dp_shard_size=num_local)
     names = tuple(layout.fsdp_dim_names)
     AcceleratorState._shared_state["parallelism_config"] = layout
-    # Accelerate's own mesh has more dimensions, of which it would have to cut these two out.
+    # Accelerate's own mesh has more dimensions and would have to be sliced.
     mesh = init_device_mesh(accelerator.device.type, (num_machines, num_local), mesh_dim_names=names)
     AcceleratorState._shared_state["device_mesh"] = mesh
-    # The groups of the mesh are new ones, with a patience of their own: theirs is to be dist_timeout_minutes as well.
+    # The mesh creates new process groups with torch's default timeout: set dist_timeout_minutes for them too.
     everybody = dist.group.WORLD
     assert everybody is not None
     patience = everybody._get_backend(accelerator.device).options._timeout
@@ -84,9 +84,10 @@ def use_hybrid_mesh(accelerator: Accelerator, num_machines: int, num_local: int)
 def shard(
     model: nn.Module, accelerator: Accelerator, fsdp: FsdpConfig, layer_classes: Sequence[str], *, one_reads: bool
 ) -> nn.Module:
-    """Wrap the model's units and the model by Accelerate's FSDP code.
+    """Wrap the model's units and the model with Accelerate's FSDP code. All ranks must call it.
 
-    `one_reads`: only rank 0 holds the weights; the others get theirs from it, shard by shard.
+    Required ordering: unify dtypes (FSDP1 flattens parameters of one dtype), choose units by unwrapped module names,
+    synchronise the weights, then wrap. `one_reads`: only rank 0 holds the weights and sends the others their shards.
     """
     unify_model_dtype_for_fsdp(model, fsdp.version)
     units = choose_units(model, fsdp, layer_classes)
@@ -94,7 +95,7 @@ def shard(
     names = {module: name for name, module in model.named_modules()}
     log.debug("units: %s", ", ".join(f"{names[unit]} ({type(unit).__name__})" for unit in units))
     if not one_reads:
-        collectives.equalise(dict(model.named_parameters()))
+        collectives.sync_from_rank0(dict(model.named_parameters()))
     if fsdp.version == 1:
         wrapped = _shard_by_fsdp1(model, accelerator, units)
     else:
@@ -120,7 +121,7 @@ def _shard_by_fsdp2(
 ) -> nn.Module:
     plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
     if one_reads and any(is_quantized(module) for module in model.modules()):
-        log.info("weights in 4 bits cannot be handed out: every process has read its own")
+        log.info("4-bit weights cannot be distributed from rank 0: every process has read its own copy")
         one_reads = False
     weights = _set_aside(model) if one_reads else None
     plugin.ignored_modules = _unsharded(model)
@@ -129,7 +130,8 @@ def _shard_by_fsdp2(
         plugin.transformer_cls_names_to_wrap = sorted(
             {type(unit).__name__ for unit in units if not isinstance(unit, nn.Embedding)}
         )
-    # Accelerate can choose modules by class alone: embeddings and large modules are wrapped before, by the same call.
+    # Accelerate chooses modules by class only, so embeddings and large modules are wrapped before, by the same call.
+    # `units` lists inner modules first: fully_shard must see a child before its parent.
     for unit in units:
         if type(unit).__name__ not in (plugin.transformer_cls_names_to_wrap or ()):
             fully_shard(
@@ -139,7 +141,8 @@ def _shard_by_fsdp2(
                 mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
                 offload_policy=plugin.cpu_offload,
             )
-    # Accelerate prepares a model only beside an optimizer, whose parameters it exchanges. Ours is made afterwards.
+    # Accelerate prepares an FSDP2 model only together with an optimizer, whose parameters it replaces by DTensors. The
+    # real optimizer is created afterwards.
     stand_in = torch.optim.SGD([next(model.parameters())], lr=0.0)
     accelerator.prepare(model, stand_in)
     accelerator._optimizers.clear()
@@ -157,7 +160,7 @@ def _shard_by_fsdp2(
 
 
 def _unsharded(model: nn.Module) -> list[nn.Module]:
-    """A module (it need not be part of the model) with the parameters that FSDP leaves as they are: single numbers."""
+    """Return modules that hold the parameters that FSDP must ignore: those without dimensions."""
     scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
     if any(parameter.requires_grad for parameter in scalars):
         raise ValueError("FSDP does not shard a parameter without dimensions, so it must not be trained in the model")
@@ -170,10 +173,12 @@ def _mesh(accelerator: Accelerator) -> DeviceMesh | None:
 
 
 def _precision_policy(fsdp: FsdpConfig, precision: str) -> MixedPrecision | MixedPrecisionPolicy | None:
-    """Masters stay in their own dtype; gathered copies, and so the arithmetic, are in `param_dtype`.
+    """Return the mixed-precision policy. Master weights keep their dtype; gathered copies and computation use
+    `param_dtype`.
 
-    float32 for the other dtypes is what they have anyway unless the arithmetic is in 16 bits, and then the model itself
-    brings its embeddings to float32: casting every unit's output would only keep larger activations.
+    float32 for the reduce and buffer dtypes is set only if computation is in 16 bits; it is the default otherwise.
+    float32 is not set as output dtype: the model converts its embeddings itself, and converting every unit's output
+    would only enlarge the activations.
     """
     param_dtype = DTYPES[fsdp.param_dtype] if fsdp.param_dtype else PRECISIONS[precision]
     is_small = param_dtype in (torch.bfloat16, torch.float16)
@@ -187,11 +192,11 @@ def _precision_policy(fsdp: FsdpConfig, precision: str) -> MixedPrecision | Mixe
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
 
 
-# ---- weights that one process has read -------------------------------------------------------------------------------
+# ---- weights that only rank 0 has read -------------------------------------------------------------------------------
 
 
 def _set_aside(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Keep parameters (rank 0) and buffers, and leave a model without storage, which can be sharded at no cost."""
+    """Return the parameters (rank 0 only) and buffers, and move the model to the meta device (sharding is free)."""
     parameters = {name: one.detach() for name, one in model.named_parameters()} if collectives.rank() == 0 else {}
     buffers = dict(model.named_buffers())
     model.to(torch.device("meta"))
@@ -199,7 +204,7 @@ def _set_aside(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def _hand_out(model: nn.Module, weights: tuple[dict[str, Tensor], dict[str, Tensor]], device: torch.device) -> None:
-    """Give each rank storage for its shards, and fill it from what rank 0 has."""
+    """Allocate each rank's shards and fill them from the weights of rank 0. All ranks must call it."""
     parameters, buffers = weights
     model.to_empty(device=device)
     sharded = {name: one for name, one in model.named_parameters() if isinstance(one, DTensor)}
@@ -208,6 +213,7 @@ def _hand_out(model: nn.Module, weights: tuple[dict[str, Tensor], dict[str, Tens
         {name: one for name, one in parameters.items() if name in sharded},
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False),
     )
+    # FSDP leaves scalars and buffers unsharded, and set_model_state_dict was given the sharded parameters only.
     whole = {name: one for name, one in model.named_parameters() if name not in sharded} | dict(model.named_buffers())
     with torch.no_grad():
         for name, tensor in whole.items() if collectives.rank() == 0 else ():

@@ -1,4 +1,4 @@
-"""Which modules become FSDP's units: transformer layers or large modules, and input embeddings."""
+"""Choice of FSDP units: transformer layers or large modules, and input embeddings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def layer_units(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The modules of the named classes (`BertLayer`, or with its path); UserError where a name fits no module."""
+    """Return the modules of the named classes (`BertLayer`, or a dotted path). Raise UserError if a name has none."""
     found: dict[nn.Module, None] = {}
     for name in names:
         fitting = [module for module in model.modules() if _fits(module, name)]
@@ -30,7 +30,7 @@ def layer_units(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def layer_candidates(model: nn.Module) -> list[str]:
-    """Classes that look like transformer layers: what the model declares, then what stands in module lists."""
+    """Return likely layer classes: those that the model declares, then those in module lists."""
     names: dict[str, None] = {}
     present = {type(module).__name__ for module in model.modules()}
     for module in model.modules():
@@ -43,11 +43,11 @@ def layer_candidates(model: nn.Module) -> list[str]:
 
 
 def size_units(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Modules with at least so many parameters that are in no smaller unit; as FSDP1's own policy chooses them."""
+    """Return modules with at least `min_num_params` parameters outside smaller units, as FSDP1's own policy does."""
     units: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
-        """Number of the module's parameters that went into units."""
+        """Return the number of the module's parameters in units."""
         total = sum(parameter.numel() for parameter in module.parameters())
         if total < min_num_params:
             return 0
@@ -64,13 +64,13 @@ def size_units(model: nn.Module, min_num_params: int) -> list[nn.Module]:
 
 
 def embedding_units(model: nn.Module) -> list[nn.Module]:
-    """The token embeddings of every tower."""
+    """Return the token embeddings of every tower."""
     found: dict[nn.Module, None] = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             try:
                 embedding = module.get_input_embeddings()
-            except NotImplementedError:  # what Transformers raises for a model of several towers, or without one
+            except NotImplementedError:  # raised for a model of several towers, or without token embeddings
                 continue
             if isinstance(embedding, nn.Embedding):
                 found[embedding] = None
@@ -78,7 +78,7 @@ def embedding_units(model: nn.Module) -> list[nn.Module]:
 
 
 def choose_units(model: nn.Module, fsdp: FsdpConfig, layer_classes: Sequence[str]) -> list[nn.Module]:
-    """All units but the root, inner ones first."""
+    """Return all units except the root, inner modules first."""
     if fsdp.wrap_policy == "NO_WRAP":
         units = []
     elif fsdp.wrap_policy == "SIZE_BASED_WRAP":
@@ -89,12 +89,12 @@ def choose_units(model: nn.Module, fsdp: FsdpConfig, layer_classes: Sequence[str
         if fsdp.wrap_embeddings:
             units += [embedding for embedding in embedding_units(model) if embedding not in taken]
     chosen = set(units)
-    # named_modules lists outer modules first.
+    # modules() lists outer modules first.
     return [module for module in reversed(list(model.modules())) if module in chosen]
 
 
 def describe_units(units: Sequence[nn.Module]) -> str:
-    """`13 units (12 BertLayer, 1 Embedding) and the rest`."""
+    """Return `13 units (12 BertLayer, 1 Embedding) and the rest of the model`."""
     if not units:
         return "the whole model as one unit"
     kinds = Counter(type(unit).__name__ for unit in units)

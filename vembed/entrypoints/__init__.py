@@ -1,1 +1,1 @@
-"""What accelerate launch, torchrun and python -m start."""
+"""Entry points for accelerate launch, torchrun and `python -m`."""

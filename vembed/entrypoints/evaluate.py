@@ -1,11 +1,11 @@
-"""One process of an evaluation, with the words of `vembed eval`: for torchrun, accelerate launch and `python -m`."""
+"""Entry point of one process of an evaluation, with the arguments of `vembed eval`."""
 
 import sys
 from pathlib import Path
 
 
 def main() -> None:
-    """Evaluate with the words of the command line, and exit as `vembed eval` does."""
+    """Evaluate with the arguments of the command line, and exit as `vembed eval` does."""
     from vembed.cli import run_process
 
     sys.exit(run_process("eval", sys.argv[1:]))
@@ -13,6 +13,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if not __package__:
-        # Started as a file: its folder is on the path, with modules named train and evaluate, and the checkout is not.
+        # Run as a file: replace this folder on sys.path, whose modules train and evaluate would hide others, by the
+        # checkout.
         sys.path[0] = str(Path(__file__).resolve().parents[2])
     main()

@@ -1,11 +1,11 @@
-"""One process of a training run, with the words of `vembed train`: for torchrun, accelerate launch and `python -m`."""
+"""Entry point of one process of a training run, with the arguments of `vembed train`."""
 
 import sys
 from pathlib import Path
 
 
 def main() -> None:
-    """Train with the words of the command line, and exit as `vembed train` does."""
+    """Train with the arguments of the command line, and exit as `vembed train` does."""
     from vembed.cli import run_process
 
     sys.exit(run_process("train", sys.argv[1:]))
@@ -13,6 +13,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if not __package__:
-        # Started as a file: its folder is on the path, with modules named train and evaluate, and the checkout is not.
+        # Run as a file: replace this folder on sys.path, whose modules train and evaluate would hide others, by the
+        # checkout.
         sys.path[0] = str(Path(__file__).resolve().parents[2])
     main()

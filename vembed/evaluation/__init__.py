@@ -1,1 +1,1 @@
-"""Using and judging a model: encoding, retrieval metrics, reports."""
+"""Inference and evaluation: encoding, retrieval metrics, reports."""

@@ -1,4 +1,4 @@
-"""EvalData: what a model is evaluated on, read from pairs or from a BEIR-style folder, with contents as identity."""
+"""EvalData: evaluation data read from pairs or a BEIR-style folder. Items are identified by content."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from vembed.errors import UserError
 Task = Literal["auto", "retrieval", "similarity"]
 
 MAX_GRADE = 1000
-"""Fractional relevance scores become whole grades of at most this, which is what trec_eval counts in."""
+"""Largest grade. Fractional relevance scores are scaled to integer grades up to this, as trec_eval expects."""
 NUM_PROBLEMS_SHOWN = 10
 
 
 @dataclass(frozen=True)
 class RetrievalData:
-    """Queries, the whole corpus, and which documents each query should find. Equal contents are one document, and equal
-    queries are one query that should find what each of them should."""
+    """Queries, the whole corpus, and the relevant documents of each query. Documents with equal content are one
+    document; equal queries are one query whose relevant documents are joined."""
 
     name: str
     queries: tuple[Item, ...]
     documents: tuple[Item, ...]
     relevance: tuple[dict[int, int], ...]
-    """Per query: index of a document -> its grade, 1 or more. What is not listed is not relevant."""
+    """Per query: document index -> grade, 1 or more. Unlisted documents are not relevant."""
     notes: tuple[str, ...] = field(default=())
-    """What was left out or joined while reading, for the log."""
+    """Notes for the log on records left out or joined while reading."""
 
     def summary(self) -> str:
-        """One line for logs and the report."""
+        """Return one line for logs and the report."""
         num_relevant = sum(map(len, self.relevance))
         return (
             f"{len(self.queries):,d} queries over {len(self.documents):,d} documents, {num_relevant:,d} relevant "
@@ -45,7 +45,7 @@ class RetrievalData:
 
 @dataclass(frozen=True)
 class ScoredPairs:
-    """Pairs of which the data say how similar they are."""
+    """Pairs with similarity scores given by the data."""
 
     name: str
     first: tuple[Item, ...]
@@ -53,7 +53,7 @@ class ScoredPairs:
     scores: tuple[float, ...]
 
     def summary(self) -> str:
-        """One line for logs and the report."""
+        """Return one line for logs and the report."""
         return f"{len(self.scores):,d} scored pairs from {self.name}"
 
 
@@ -67,9 +67,9 @@ def open_eval_data(
     splits: Sequence[str] = ("dev", "validation", "val", "test"),
     task: Task = "auto",
 ) -> EvalData:
-    """The evaluation data at `path` (by default the config's `val_data_path`): a BEIR-style folder, one of its
-    `qrels/*.tsv` files, or anything that training reads. `splits` says which qrels are taken first where a folder has
-    several. `task: auto` sees scored pairs where every example has one positive and a score, and nothing else."""
+    """Return the evaluation data at `path` (default: the config's `val_data_path`): a BEIR-style folder, one of its
+    `qrels/*.tsv` files, or any training data. `splits` orders the qrels of a folder by preference. `task: auto`
+    means scored pairs if every example has one positive and a score, and nothing else."""
     path = path or config.val_data_path
     assert path is not None, "the caller asks for evaluation data only where there are any"
     place = Path(path)
@@ -83,7 +83,7 @@ def open_eval_data(
 
 
 def from_examples(examples: Sequence[Example], name: str, task: Task = "auto") -> EvalData:
-    """Evaluation data from pairs: every positive is the corpus; hard negatives that a file may have are not in it."""
+    """Return evaluation data from pairs. The corpus is all positives; hard negatives of the file are not in it."""
     if task == "auto":
         scored = all(one.scores is not None and len(one.positives) == 1 and not one.negatives for one in examples)
         task = "similarity" if examples and scored else "retrieval"
@@ -100,7 +100,8 @@ def from_examples(examples: Sequence[Example], name: str, task: Task = "auto") -
 
 
 def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> RetrievalData:
-    """A BEIR-style folder: every document of `corpus.jsonl`, and the queries for which `qrels` names a relevant one."""
+    """Read a BEIR-style folder: every document of `corpus.jsonl`, and the queries with a relevant document in
+    `qrels`."""
     problems: list[str] = []
     documents = _read_texts(folder / "corpus.jsonl", problems)
     queries = _read_texts(folder / "queries.jsonl", problems)
@@ -108,7 +109,7 @@ def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> Retrieval
     if problems and not skip_bad:
         more = f" and {len(problems) - NUM_PROBLEMS_SHOWN:,d} more" if len(problems) > NUM_PROBLEMS_SHOWN else ""
         raise UserError(
-            f"{len(problems):,d} bad records in {folder}; mend them, or set on_bad_record: skip to leave them out:\n  "
+            f"{len(problems):,d} bad records in {folder}; fix them, or set on_bad_record: skip to leave them out:\n  "
             + "\n  ".join(problems[:NUM_PROBLEMS_SHOWN])
             + more
         )
@@ -122,7 +123,7 @@ def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> Retrieval
 
 
 class _RetrievalTable:
-    """Collects queries and documents by content."""
+    """Collector of queries and documents, keyed by content."""
 
     def __init__(self) -> None:
         self.queries: dict[int, Item] = {}
@@ -218,7 +219,7 @@ def _read_texts(path: Path, problems: list[str]) -> dict[str, Item]:
 
 
 def titled_text(record: dict[str, Any]) -> str:
-    """Title and text of a document with a space between them, as BEIR has them encoded; empty without either."""
+    """Return title and text of a document joined by a space, as BEIR encodes them; just one if the other is empty."""
     parts = [record.get("title"), record.get("text")]
     return " ".join(part for part in parts if isinstance(part, str) and part).strip()
 
@@ -229,9 +230,9 @@ def _read_qrels(
     for number, line in _lines(path):
         fields = line.split("\t")
         if len(fields) == 1 and len(words := line.split()) == 4:
-            fields = [words[0], words[2], words[3]]  # as trec_eval has them: query, 0, document, grade
+            fields = [words[0], words[2], words[3]]  # trec_eval's format: query, 0, document, grade
         if number == 1 and not _is_whole(fields[-1]):
-            continue  # the header
+            continue  # header line
         where = f"{path}:{number}"
         if len(fields) != 3 or not _is_whole(fields[2]):
             problems.append(f"{where}: not query-id, corpus-id and a whole score, separated by tabs")

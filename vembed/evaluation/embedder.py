@@ -1,4 +1,4 @@
-"""Embedder: a saved model for use from Python; texts, images and both in, one array out."""
+"""Embedder: a saved model for inference in Python. Texts, images or both in, one array out."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from vembed.models.embedder import load_embedder
 from vembed.models.hidden_states import HiddenStates
 
 Input = str | Image.Image | Mapping[str, Any] | Item
-"""A text, an image, {"text": ..., "image": path or image or a list of them}, or an Item."""
+"""A text, an image, {"text": ..., "image": path, image or a list of them}, or an Item."""
 
 PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
 
 
 class Embedder:
-    """A model folder (vembed's, or any of Sentence Transformers) or a Hub name, ready to encode.
+    """A model ready to encode: a model folder (vembed's or any of Sentence Transformers) or a Hub name.
 
     model = vembed.Embedder("run/final")
     vectors = model.encode(["how to sort a list"], kind="query")
@@ -81,15 +81,14 @@ class Embedder:
         normalize: bool | None = None,
         show_progress: bool = False,
     ) -> np.ndarray:
-        """[n, d] float32 embeddings in the order of the inputs; [d] for a single input that is not in a list.
+        """Return [n, d] float32 embeddings in the order of the inputs; [d] for a single input that is not in a list.
 
-        `kind` chooses the prompt. `batch_size` limits the inputs that go through the model at once, which are always
-        limited by their padded length too. `normalize`: true brings each vector to length 1 after any cut, false leaves
-        it as the model gives it. Without it the numbers are those of Sentence Transformers: normalised where the model
-        says so, and cut by `truncate_dim` afterwards.
+        `kind` chooses the prompt. `batch_size` limits the inputs per forward pass, which their padded length limits
+        too. `normalize`: true normalises each vector after truncation, false returns the model's output. By default the
+        values equal those of Sentence Transformers: normalised if the model says so, then cut by `truncate_dim`.
         """
         if kind not in ("query", "document"):
-            raise UserError(f"kind is {kind!r}, and has to be query or document")
+            raise UserError(f"kind is {kind!r}; give query or document")
         single = isinstance(inputs, str | Image.Image | Mapping | Item)
         given: Sequence[Input] = [inputs] if isinstance(inputs, str | Image.Image | Mapping | Item) else inputs
         items = [to_item(one) for one in given]
@@ -149,15 +148,15 @@ class Embedder:
         return flat.reshape(len(items), len(states.layers), states.width) if items else states.none()
 
     def finish(self, full_ND: np.ndarray, truncate_dim: int | None, normalize: bool | None) -> np.ndarray:
-        """From the model's own vectors to what `encode` returns."""
+        """Truncate and normalise the model's output vectors."""
         dim = truncate_dim or full_ND.shape[1]
         if normalize is None:
             return first_dims(first_dims(full_ND, full_ND.shape[1], self.description.normalize), dim, False)
         return first_dims(full_ND, dim, normalize)
 
     def similarity(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """[n, m] similarities of embeddings [n, d] and [m, d] (or of single ones), as the model was trained: cosine or
-        dot product."""
+        """Return [n, m] similarities of embeddings [n, d] and [m, d] (or of single ones) by the model's measure:
+        cosine or dot product."""
         first, second = np.atleast_2d(a), np.atleast_2d(b)
         if self.description.similarity == "cosine":
             first, second = (first_dims(vectors, vectors.shape[1], True) for vectors in (first, second))
@@ -181,7 +180,7 @@ def pair_similarities(first_ND: np.ndarray, second_ND: np.ndarray, *, normalize:
 
 
 def to_item(given: Input) -> Item:
-    """What a caller passes, as an Item."""
+    """Convert an input to an Item."""
     if isinstance(given, Item):
         return given
     if isinstance(given, str):

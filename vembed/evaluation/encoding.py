@@ -1,4 +1,4 @@
-"""The one way from items to embeddings outside of a training step: for evaluation, use and samples."""
+"""Encoding of items outside a training step, shared by evaluation, inference and sampling."""
 
 from __future__ import annotations
 
@@ -15,39 +15,42 @@ from torch import Tensor, nn
 from vembed.data import microbatches
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, Featuriser
-from vembed.data.feeding import Call, Feeder, Part, row_index
+from vembed.data.feeding import Feeder, MicroBatch, ModalitySlice, row_index
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
-from vembed.models.description import Lane
+from vembed.models.description import Modality
 
 CHUNK = 16_384
-"""Inputs per process that are featurised, planned and gathered together: bounds token ids and gathered rows."""
+"""Inputs per process that are tokenized, batched and gathered together. Bounds token ids and gathered rows in
+memory."""
 CPU_BUDGET = 4_096
 CUDA_BUDGET = 32_768
 
 Progress = Callable[[int, int], None]
-"""Called with the number of items done and the number of all items, of all ranks together."""
+"""Called with the number of items done and the total, both summed over all ranks."""
 Between = Callable[[], None]
-"""Called after each micro-batch, by all ranks as often; what it raises ends the encoding."""
+"""Called after each micro-batch, equally often on all ranks. An exception from it ends the encoding."""
 
 
 class KeptFeatures(Protocol):
-    """Of lanes whose towers never change: what these gave before, which spares passing them again."""
+    """Cached features of modalities whose towers do not change."""
 
-    def see(
+    def encode(
         self, features: Sequence[Features], budget: int, max_rows: int | None, between: Between | None
-    ) -> Mapping[Lane, Tensor]:
-        """Per lane what its tower gives for each of the inputs; collective."""
+    ) -> Mapping[Modality, Tensor]:
+        """Return the tower features of the inputs, per modality. Collective."""
         ...
 
-    def inputs(self, part: Part, tables: Mapping[Lane, Tensor]) -> tuple[Lane, dict[str, Tensor]]:
-        """What the model takes in place of a part's inputs."""
+    def inputs(
+        self, modality_slice: ModalitySlice, tables: Mapping[Modality, Tensor]
+    ) -> tuple[Modality, dict[str, Tensor]]:
+        """Return the model's input for one modality slice of a micro-batch."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Consecutive distinct inputs, and which of them each rank encodes."""
+    """Consecutive distinct inputs, split over the ranks."""
 
     by_rank: list[list[int]]
     """Per rank: positions in the list of distinct inputs."""
@@ -58,7 +61,7 @@ class _Chunk:
 
 
 def default_budget(device: torch.device | str) -> int:
-    """Padded tokens that go through the model at once where nobody says: more bring no more speed."""
+    """Return the default number of padded tokens per forward pass. More is not faster."""
     return CPU_BUDGET if torch.device(device).type == "cpu" else CUDA_BUDGET
 
 
@@ -77,11 +80,12 @@ def encode_items(
     between: Between | None = None,
     kept: KeptFeatures | None = None,
 ) -> np.ndarray:
-    """[n, d] float32 embeddings in the order of the items, on every rank.
+    """Return [n, d] float32 embeddings in the order of the items, on every rank.
 
-    With a session of several ranks it is collective: all ranks give the same items, each encodes a share, and all run
-    equally many micro-batches per lane (a rank with nothing left runs a dummy), as sharded models need. Equal items are
-    encoded once. `truncate_dim` keeps the first coordinates; `normalize` comes after it. `kept` stands in for towers.
+    With a session of several ranks it is collective: all ranks pass the same items, and each encodes a part. All ranks
+    run equally many micro-batches per modality, as sharded models need (a rank without inputs runs a dummy). Equal
+    items are encoded once. `truncate_dim` keeps the first coordinates; `normalize` is applied after it. `kept` provides
+    cached tower features.
     """
     rank, world_size = (session.rank, session.world_size) if session else (0, 1)
     device = session.device if session else _device_of(model)
@@ -95,12 +99,13 @@ def encode_items(
         def featurise(chunk: _Chunk) -> list[Features]:
             return featuriser.features([(distinct[index], kind) for index in chunk.by_rank[rank]])
 
+        # Tokenize the next chunk in a thread while this one is encoded.
         waiting = [ahead.submit(featurise, chunk) for chunk in chunks[:1]]
         for number, chunk in enumerate(chunks):
             features = waiting.pop().result()
             waiting = [ahead.submit(featurise, later) for later in chunks[number + 1 : number + 2]]
             budget = budget_tokens or default_budget(device)
-            own = _encode_share(
+            own = _encode_rank_batch(
                 model,
                 feeder,
                 features,
@@ -112,6 +117,7 @@ def encode_items(
                 kept=kept,
             )
             if world_size > 1:
+                # The rows arrive in rank order, the order in which the indices of `by_rank` are joined below.
                 own = collectives.all_gather_rows(own, [len(share) for share in chunk.by_rank])
             if embeddings is None:
                 embeddings = np.empty((len(distinct), own.shape[1]), np.float32)
@@ -124,7 +130,7 @@ def encode_items(
 
 
 def first_dims(matrix_ND: np.ndarray, dim: int, normalize: bool) -> np.ndarray:
-    """The first `dim` coordinates of each row, brought to length 1 where `normalize`; the matrix itself stays."""
+    """Return the first `dim` coordinates of each row, normalised if `normalize`. The matrix itself is not changed."""
     cut = matrix_ND[:, :dim]
     if not normalize:
         return np.ascontiguousarray(cut)
@@ -132,25 +138,30 @@ def first_dims(matrix_ND: np.ndarray, dim: int, normalize: bool) -> np.ndarray:
     return unit
 
 
-def plan_in_step(
+def split_in_step(
     features: Sequence[Features],
-    rows_of: Mapping[Lane, Sequence[int]],
+    rows_of: Mapping[Modality, Sequence[int]],
     budget: int,
     max_rows: int | None,
     world_size: int,
-) -> dict[Lane, list[list[int]]]:
-    """Micro-batches of some inputs of each lane, as many on every rank; collective where there are several."""
-    lengths = {lane: [features[row].length for row in rows] for lane, rows in rows_of.items()}
-    plans = {lane: microbatches.plan(lengths[lane], budget, max_rows) for lane in rows_of}
+) -> dict[Modality, list[list[int]]]:
+    """Return micro-batches of some inputs of each modality, equally many on every rank. Collective with several
+    ranks."""
+    lengths = {modality: [features[row].length for row in rows] for modality, rows in rows_of.items()}
+    splits = {modality: microbatches.split(lengths[modality], budget, max_rows) for modality in rows_of}
     if world_size > 1:
-        counts = collectives.max_ints([len(plan) for plan in plans.values()])
-        for lane, count in zip(rows_of, counts, strict=True):
-            if count > len(plans[lane]):
-                plans[lane] = microbatches.plan(lengths[lane], budget, max_rows, at_least=count)
-    return {lane: [[rows_of[lane][place] for place in places] for places in plan] for lane, plan in plans.items()}
+        # A forward pass of a sharded model is collective: ranks with fewer micro-batches split theirs or add dummies.
+        counts = collectives.max_ints([len(split) for split in splits.values()])
+        for modality, count in zip(rows_of, counts, strict=True):
+            if count > len(splits[modality]):
+                splits[modality] = microbatches.split(lengths[modality], budget, max_rows, at_least=count)
+    return {
+        modality: [[rows_of[modality][place] for place in places] for places in split]
+        for modality, split in splits.items()
+    }
 
 
-def _encode_share(
+def _encode_rank_batch(
     model: nn.Module,
     feeder: Feeder,
     features: Sequence[Features],
@@ -162,21 +173,29 @@ def _encode_share(
     between: Between | None,
     kept: KeptFeatures | None,
 ) -> Tensor:
-    """[n, D] embeddings of this rank's inputs, in as many micro-batches per lane as every other rank runs."""
-    tables = kept.see(features, budget, max_rows, between) if kept is not None else {}
-    lanes = feeder.featuriser.description.lanes
-    rows_of = {lane: [row for row, one in enumerate(features) if one.lane == lane] for lane in lanes}
-    plans = plan_in_step(features, rows_of, budget, max_rows, world_size)
-    calls: list[Call] = [[(lane, rows)] for lane, plan in plans.items() for rows in plan]
-    fed = feeder.feed([[part for part in call if part[0] not in tables] for call in calls], features)
+    """Return [n, D] embeddings of this rank's inputs, in as many micro-batches per modality as every other rank."""
+    tables = kept.encode(features, budget, max_rows, between) if kept is not None else {}
+    modalities = feeder.featuriser.description.modalities
+    rows_of = {
+        modality: [row for row, one in enumerate(features) if one.modality == modality] for modality in modalities
+    }
+    splits = split_in_step(features, rows_of, budget, max_rows, world_size)
+    micro_batches: list[MicroBatch] = [[(modality, rows)] for modality, split in splits.items() for rows in split]
+    fed = feeder.feed(
+        [
+            [modality_slice for modality_slice in micro_batch if modality_slice[0] not in tables]
+            for micro_batch in micro_batches
+        ],
+        features,
+    )
     result: Tensor | None = None
-    for call, inputs in zip(calls, fed, strict=True):
-        ((lane, rows),) = call
-        given = inputs if kept is None or lane not in tables else [kept.inputs((lane, rows), tables)]
+    for micro_batch, inputs in zip(micro_batches, fed, strict=True):
+        ((modality, rows),) = micro_batch
+        given = inputs if kept is None or modality not in tables else [kept.inputs((modality, rows), tables)]
         (embeddings,) = model(given)
         if result is None:
             result = embeddings.new_empty(len(features), embeddings.shape[1])
-        if rows:  # otherwise a dummy, which kept the ranks in step
+        if rows:  # otherwise a dummy: it was run only for its collectives
             result[row_index(rows, embeddings.device)] = embeddings
             reporter.add(len(rows))
         if between is not None:
@@ -186,7 +205,7 @@ def _encode_share(
 
 
 def _distinct(items: Sequence[Item]) -> tuple[list[Item], np.ndarray]:
-    """Each content once, and for every item the place of its content."""
+    """Return the distinct contents, and for every item the index of its content."""
     place: dict[int, int] = {}
     distinct: list[Item] = []
     where = np.empty(len(items), np.int64)
@@ -200,8 +219,9 @@ def _distinct(items: Sequence[Item]) -> tuple[list[Item], np.ndarray]:
 
 
 def _chunks(distinct: Sequence[Item], world_size: int) -> Iterator[_Chunk]:
-    """Chunks of similar length, dealt out to the ranks one by one; longest first, so that memory runs out at once or
-    never. Characters stand for tokens here: the exact lengths order the micro-batches within a chunk."""
+    """Yield chunks of inputs of similar length, dealt to the ranks in turn. The longest come first, so that memory
+    runs out at once or never. Text length in characters is the sort key; exact token lengths order the micro-batches
+    within a chunk."""
     order = sorted(range(len(distinct)), key=lambda index: -len(distinct[index].text or ""))
     for start in range(0, len(order), CHUNK * world_size):
         chunk = order[start : start + CHUNK * world_size]
@@ -209,11 +229,12 @@ def _chunks(distinct: Sequence[Item], world_size: int) -> Iterator[_Chunk]:
 
 
 class _Reporter:
-    """Turns the micro-batches of this rank into progress over all items, for all ranks."""
+    """Scales this rank's finished micro-batches to progress over all items of all ranks."""
 
     def __init__(self, progress: Progress | None, num_items: int, num_distinct: int, world_size: int) -> None:
         self.progress = progress
         self.num_items = num_items
+        # Duplicates are encoded once but count as done together, and the other ranks are assumed equally fast.
         self.factor = world_size * num_items / max(num_distinct, 1)
         self.done = 0
 
@@ -225,7 +246,7 @@ class _Reporter:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and without graphs; afterwards every module is as it was (a frozen one may have been in eval)."""
+    """Disable dropout and autograd, then restore each module's own mode (a frozen one may have been in eval mode)."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

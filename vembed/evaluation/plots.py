@@ -1,4 +1,4 @@
-"""Plots of a run as inline SVG: colours are the page's own, so that they follow light and dark."""
+"""Plots of a run as inline SVG. Colours are the page's CSS variables, so that plots follow light and dark mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-# Matplotlib wants real colours: these stand for the page's CSS variables and are replaced in the finished SVG.
+# Matplotlib needs actual colours. These stand for the page's CSS variables and are replaced in the finished SVG.
 COLOURS = {
     "#010101": "var(--ink-soft)",
     "#020202": "var(--line)",
@@ -43,15 +43,15 @@ STYLE = {
     "lines.solid_capstyle": "round",
 }
 WIDTH, HEIGHT = 4.4, 2.4
-"""Inches of 72 SVG units each: about the width of a phone, so that text keeps its size there."""
+"""Size in inches of 72 SVG units. About the width of a phone, so that text keeps its size there."""
 PLACE = (0.115, 0.19, 0.87, 0.79)
 SMOOTHED_FROM = 40
-"""A noisy curve with so many points also gets a running mean."""
+"""Number of points from which a noisy curve also gets a running mean."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One figure over time: a title for the page, points, and how its values are written."""
+    """A quantity over time: page title, points and number format."""
 
     title: str
     note: str
@@ -60,11 +60,11 @@ class Curve:
     write: Callable[[float], str]
     from_zero: bool = False
     noisy: bool = False
-    """Whether single values mean little, so that a mean of neighbours says more."""
+    """Whether single values are noisy, so that a running mean is shown."""
 
 
 def curve_svg(curve: Curve) -> str:
-    """A line over the steps."""
+    """Return a line plot over the steps."""
 
     def draw(axes: Axes) -> None:
         many = curve.noisy and len(curve.steps) >= SMOOTHED_FROM
@@ -83,7 +83,8 @@ def curve_svg(curve: Curve) -> str:
 
 
 def dims_svg(dims: Sequence[int], before: Sequence[float] | None, after: Sequence[float], label: str) -> str:
-    """A metric by Matryoshka dimension, before and after; dims evenly spaced, since each is about half of the next."""
+    """Return a plot of a metric by Matryoshka dimension, before and after. Dimensions are evenly spaced: each is
+    about half of the next."""
 
     def draw(axes: Axes) -> None:
         places = list(range(len(dims)))
@@ -104,7 +105,7 @@ def dims_svg(dims: Sequence[int], before: Sequence[float] | None, after: Sequenc
 
 
 def evaluations_svg(steps: Sequence[int], values: Sequence[float], label: str, final_step: int | None) -> str:
-    """The deciding metric over the evaluations of the run; a ring marks the weights that were kept."""
+    """Return a plot of the deciding metric over the evaluations. A ring marks the weights that were kept."""
 
     def draw(axes: Axes) -> None:
         axes.plot(steps, values, color=ACCENT, marker="o", markersize=4)
@@ -119,7 +120,7 @@ def evaluations_svg(steps: Sequence[int], values: Sequence[float], label: str, f
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
-    """The mean of each value and its neighbours on both sides, fewer of them at the ends."""
+    """Return the mean of each value and its neighbours on both sides, with fewer neighbours at the ends."""
     reach = max(len(values) // SMOOTHED_FROM, 2)
     windows = [values[max(place - reach, 0) : place + reach + 1] for place in range(len(values))]
     return [sum(window) / len(window) for window in windows]
@@ -128,7 +129,7 @@ def _running_mean(values: Sequence[float]) -> list[float]:
 def _svg(draw: Callable[[Axes], None], description: str, salt: str) -> str:
     with rc_context({**STYLE, "svg.hashsalt": salt}):
         figure = Figure(figsize=(WIDTH, HEIGHT))
-        axes = figure.add_axes(PLACE)  # the same in all figures, so that they line up
+        axes = figure.add_axes(PLACE)  # the same in all figures, so that they align
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         draw(axes)
@@ -140,7 +141,7 @@ def _svg(draw: Callable[[Axes], None], description: str, salt: str) -> str:
 
 
 def _inline(svg: str, description: str) -> str:
-    """The SVG as a part of the page: no prologue, no fixed size, no fonts of its own, the page's colours."""
+    """Return the SVG for inlining: without prologue, fixed size or own fonts, with the page's colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
     start = rf'<svg viewBox="\1" role="img" aria-label="{description}">'

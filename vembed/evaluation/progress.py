@@ -1,4 +1,4 @@
-"""How far an encoding is: a bar with rate and time left on a terminal, now and then a plain line anywhere else."""
+"""Progress of an encoding: a bar with rate and remaining time on a terminal, occasional plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class ProgressReport:
-    """Call it with the number of items done and the number of all; use it as a context manager."""
+    """Progress display. Call it with the number of items done and the total; use it as a context manager."""
 
     def __init__(
         self,
@@ -24,8 +24,8 @@ class ProgressReport:
         console: Console | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """`active: false` shows nothing. Without a console it speaks to stderr, so that stdout can be a result.
-        `say`: gets the plain lines instead, and there is no bar."""
+        """`active: false` shows nothing. Without a console it writes to stderr, so that stdout stays free for
+        results. `say` gets plain lines instead of the bar."""
         self.title = title
         self.console = console or Console(stderr=True)
         self.active = active
@@ -47,7 +47,7 @@ class ProgressReport:
         return self
 
     def __call__(self, done: int, total: int | None) -> None:
-        """Say that `done` items are done; `total: None` where nobody knows how many there are."""
+        """Report that `done` items are done. `total: None` if the total is not known."""
         if not self.active:
             return
         now = time.monotonic()
@@ -74,7 +74,7 @@ class ProgressReport:
 
 
 def duration(seconds: float) -> str:
-    """45 s, 3 min 20 s or 2 h 05 min."""
+    """Format a duration: 45 s, 3 min 20 s or 2 h 05 min."""
     whole = max(round(seconds), 0)
     if whole < 60:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""RunRecord: a run as its folder tells it (config.yaml, metrics.jsonl, run.json), before anything is drawn of it."""
+"""RunRecord: a run as read from its folder (config.yaml, metrics.jsonl, run.json), without any presentation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vembed.evaluation.summary import RunSummary, read_summary
 NAMES = {"ndcg": "nDCG", "mrr": "MRR", "recall": "Recall", "map": "MAP", "spearman": "Spearman", "pearson": "Pearson"}
 HEADLINES = ("ndcg@10", "spearman")
 TABLE = ("ndcg@10", "mrr@10", "recall@10", "map@10", "spearman", "pearson")
-"""The metrics of the first table; the others stand in the full one."""
+"""Metrics of the first table. The full table has the others."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table for the page, for Markdown and for the console alike; every cell is finished text."""
+    """A table for the page, for Markdown and for the console. Cells are formatted text."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -39,7 +39,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What lies in the output folder."""
+    """Contents of a run's output folder."""
 
     folder: Path
     config: dict[str, Any]
@@ -49,42 +49,42 @@ class RunRecord:
 
     @property
     def before(self) -> dict[str, float]:
-        """Scores before the first step; empty where nobody measured them."""
+        """Scores before the first step; empty if not measured."""
         first = self.evaluations[0] if self.evaluations else None
         return first.scores if first is not None and first.step == 0 else {}
 
     @property
     def final(self) -> Evaluation | None:
-        """The evaluation of the weights that are in `final/`."""
+        """Evaluation of the weights in `final/`."""
         trained = [one for one in self.evaluations if one.step > 0]
         kept = [one for one in trained if one.step == self.summary.final_step] or trained
         return kept[-1] if kept else None
 
     @property
     def after(self) -> dict[str, float]:
-        """Scores of the weights that are in `final/`; empty where nobody measured them."""
+        """Scores of the weights in `final/`; empty if not measured."""
         return self.final.scores if self.final else {}
 
     @property
     def headline(self) -> str:
-        """The metric that the run is about; empty without an evaluation."""
+        """The deciding metric of the run; empty without an evaluation."""
         measured = self.after or self.before
         wanted = (self.summary.metric, *HEADLINES, *measured)
         return next((key for key in wanted if key in measured), "")
 
     @property
     def dims(self) -> list[int]:
-        """Matryoshka sizes that were measured, largest first."""
+        """Measured Matryoshka sizes, largest first."""
         found = {int(match[1]) for key in self.after or self.before if (match := re.match(r"dim(\d+)/", key))}
         return sorted(found, reverse=True)
 
     def changed_settings(self) -> dict[str, Any]:
-        """The settings that are not what they are by default."""
+        """Settings that differ from their defaults."""
         defaults = TrainConfig(model_name="", data_path="").to_dict()
         return {key: value for key, value in self.config.items() if key not in defaults or defaults[key] != value}
 
     def model_name(self) -> str:
-        """The model's name as a person says it: the last part of a path or Hub name."""
+        """Short name of the model: the last part of a path or Hub name."""
         return short_name(str(self.config.get("model_name", "model")))
 
 
@@ -101,7 +101,7 @@ def read_run(output_dir: str | Path) -> RunRecord:
         try:
             values = json.loads(line)
         except ValueError:
-            continue  # the last line of a run that was killed while it wrote
+            continue  # the run was killed while it wrote its last line
         if "eval" in values:
             scores = {key: float(value) for key, value in values["eval"].items() if value is not None}
             evaluations.append(Evaluation(int(values["step"]), float(values.get("epoch") or 0.0), scores))
@@ -111,14 +111,14 @@ def read_run(output_dir: str | Path) -> RunRecord:
 
 
 def metric_name(key: str) -> str:
-    """ndcg@10 -> nDCG@10."""
+    """Return a metric's display name: ndcg@10 -> nDCG@10."""
     base, at, cut = key.partition("@")
     return NAMES.get(base, base) + at + cut
 
 
 def scores_line(when: str, scores: dict[str, float], before: dict[str, float], metric: str = "") -> str:
-    """The main scores of one evaluation as a line for the log, each with its change since before training. `metric`:
-    one more that matters here."""
+    """Return the main scores of one evaluation as a log line, each with its change since before training. `metric`:
+    one more metric to include."""
     keys = [key for key in dict.fromkeys((metric, *TABLE)) if key in scores]
     cells = []
     for key in keys:
@@ -129,7 +129,7 @@ def scores_line(when: str, scores: dict[str, float], before: dict[str, float], m
 
 
 def short_name(name: str) -> str:
-    """The part of a path or Hub name that tells models apart, also where the last folder is called `model`."""
+    """Return the part of a path or Hub name that identifies the model, also if the last folder is called `model`."""
     parts = [part for part in re.split(r"[/\\]", name) if part]
     general = {"model", "final", "merged", "snapshots"}
     part = next((part for part in reversed(parts) if part not in general and not _is_hash(part)), name)

@@ -1,4 +1,4 @@
-"""write_report(output_dir): report.html and report.md from what lies in the folder of a run."""
+"""write_report(output_dir): report.html and report.md from a run's folder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vembed.evaluation.record import TABLE, RunRecord, Table, metric_name, read_
 from vembed.evaluation.report_page import Figure, Page, render
 
 MAX_POINTS = 600
-"""Of a curve: more make the page larger, and no screen shows them."""
+"""Largest number of points per curve. More make the page larger without being visible."""
 
 
 def write_report(output_dir: str | Path) -> Path:
-    """Write both reports and return the path of report.html. Only the main process calls it."""
+    """Write both reports; return the path of report.html. Only the main process calls it."""
     record = read_run(output_dir)
     path = record.folder / "report.html"
     (record.folder / "report.md").write_text(markdown(record), encoding="utf-8")
@@ -28,7 +28,7 @@ def write_report(output_dir: str | Path) -> Path:
 
 
 def score_table(record: RunRecord, keys: tuple[str, ...] | None = None, prefix: str = "") -> Table:
-    """Metrics before and after: those given, or all that were measured."""
+    """Return a table of metrics before and after: the given ones, or all that were measured."""
     before, after = record.before, record.after
     measured = after or before
     wanted = keys or tuple(key for key in measured if "/" not in key)
@@ -41,7 +41,7 @@ def score_table(record: RunRecord, keys: tuple[str, ...] | None = None, prefix: 
 
 
 def dims_table(record: RunRecord) -> Table:
-    """The deciding metric at each Matryoshka size, and the share of the full embedding's score that it keeps."""
+    """Return a table of the deciding metric by Matryoshka size, with the fraction of the full embedding's score."""
     key = record.headline
     full = record.after.get(key)
     rows = []
@@ -54,17 +54,17 @@ def dims_table(record: RunRecord) -> Table:
 
 
 def number(value: float | None) -> str:
-    """A score as tables show it."""
+    """Format a score for tables."""
     return "" if value is None else f"{value:.4f}"
 
 
 def change(before: float | None, after: float | None) -> str:
-    """The difference with its sign."""
+    """Format a difference with its sign."""
     return "" if before is None or after is None else f"{after - before:+.4f}"
 
 
 def sentence(record: RunRecord) -> str:
-    """What was done, in one sentence or two."""
+    """Return a summary of the run in one or two sentences."""
     summary = record.summary
     text = f"{record.model_name()}, fine-tuned"
     if summary.num_examples is not None:
@@ -81,7 +81,7 @@ def sentence(record: RunRecord) -> str:
 
 
 def facts(record: RunRecord) -> list[tuple[str, str]]:
-    """What was trained, on what, how: name and value."""
+    """Return model, data and settings as name and value."""
     summary, config = record.summary, record.config
     trained = ""
     if summary.num_parameters and summary.num_trainable is not None:
@@ -107,7 +107,7 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def curves(record: RunRecord) -> list[Curve]:
-    """What is worth seeing over time, where it was recorded."""
+    """Return the recorded curves for the report."""
     wanted: list[tuple[str, str, str, Callable[[float], str]]] = [
         ("loss", "Loss", "of the global batch", "{:.3g}".format),
         ("learning_rate", "Learning rate", "", _power),
@@ -128,7 +128,7 @@ def curves(record: RunRecord) -> list[Curve]:
 
 
 def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Means of neighbours where there are more points than a screen has columns; the last point stays as it is."""
+    """Average neighbouring points to fit the screen's width. The last point is kept as it is."""
     size = -(-len(points) // MAX_POINTS)
     groups = [points[start : start + size] for start in range(0, len(points) - 1, size)]
     kept = [(sum(step for step, _ in group) / len(group), sum(v for _, v in group) / len(group)) for group in groups]
@@ -137,7 +137,7 @@ def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float
 
 
 def html(record: RunRecord) -> str:
-    """The whole page."""
+    """Return the whole page."""
     key, label = record.headline, metric_name(record.headline)
     before, after = record.before.get(key), record.after.get(key)
     figures = [
@@ -171,7 +171,7 @@ def html(record: RunRecord) -> str:
 
 
 def markdown(record: RunRecord) -> str:
-    """The same facts as plain Markdown, for a terminal, a pull request or a model card."""
+    """Return the same facts as plain Markdown, for a terminal, a pull request or a model card."""
     key = record.headline
     before, after = record.before.get(key), record.after.get(key)
     if after is not None:
@@ -210,7 +210,7 @@ def _dims_svg(record: RunRecord) -> str:
 
 
 def _evaluations_svg(record: RunRecord) -> str:
-    """Only where there is more to see than before and after."""
+    """Return the plot, or nothing if only a before and an after were measured."""
     key = record.headline
     points = [(one.step, one.scores[key]) for one in record.evaluations if key in one.scores]
     if len(points) < 3:
@@ -225,7 +225,7 @@ def _peak_memory(line: dict[str, Any]) -> float | None:
 
 
 def _power(value: float) -> str:
-    """0.0001 as 1e-4."""
+    """Format 0.0001 as 1e-4."""
     if not value:
         return "0"
     digits, power = f"{value:.1e}".split("e")
@@ -233,7 +233,7 @@ def _power(value: float) -> str:
 
 
 def _short_paths(text: str) -> str:
-    """The last parts of absolute paths are enough in a sentence."""
+    """Shorten absolute paths to their last parts."""
     return re.sub(r"(?<!\S)/\S*/(?=[^/\s])", "", text)
 
 

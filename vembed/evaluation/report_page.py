@@ -1,4 +1,4 @@
-"""The look of report.html: one file without script or network, for wide and narrow, light and dark screens."""
+"""Layout of report.html: one file without scripts or network access, for wide, narrow, light and dark screens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Figure:
     title: str
     note: str
     last: str
-    """The newest value."""
+    """Newest value, as text."""
     svg: str
 
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that the page shows, as finished text."""
+    """Contents of the page as formatted text."""
 
     title: str
     name: str
@@ -33,7 +33,7 @@ class Page:
     change: str
     is_better: bool
     fallback: str
-    """The headline where nothing was evaluated."""
+    """Headline for a run without an evaluation."""
     sentence: str
     warnings: Sequence[str]
     scores: Table
@@ -41,7 +41,7 @@ class Page:
     dims: Table | None
     dims_svg: str
     scores_svg: str
-    """The deciding metric over the run; empty where there was only a before and an after."""
+    """Plot of the deciding metric over the run; empty with only a before and an after."""
     figures: Sequence[Figure]
     facts: Sequence[tuple[str, str]]
     changed: str
@@ -120,7 +120,7 @@ footer { margin-top: 3.5rem; padding-top: 1rem; border-top: 1px solid var(--line
 
 
 def render(page: Page) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     parts = [
         _header(page),
         _warnings(page.warnings),

@@ -1,4 +1,4 @@
-"""Full-corpus retrieval: exact top-k over every document in tiles, and nDCG, MRR, Recall and MAP by trec_eval."""
+"""Full-corpus retrieval: exact tiled top-k over every document; nDCG, MRR, Recall and MAP by trec_eval."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vembed.evaluation.encoding import Between, first_dims
 
 QUERY_TILE = 256
 DOCUMENT_TILE = 8192
-"""At most QUERY_TILE x DOCUMENT_TILE scores exist at once. The tiles do not depend on the number of processes, so that
-equal embeddings give equal rankings on any number of them."""
+"""Tile sizes: at most QUERY_TILE x DOCUMENT_TILE scores exist at once. They do not depend on the number of
+processes, so that equal embeddings give equal rankings on any number of them."""
 
 _NOTHING = torch.iinfo(torch.int64).min
 _LOW_32 = 0xFFFFFFFF
@@ -34,12 +34,12 @@ def retrieval_metrics(
     session: Session | None = None,
     between: Between | None = None,
 ) -> dict[str, float]:
-    """`ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings as they are, and as `dim<d>/ndcg@k` for the first d
-    coordinates; brought to length 1 first where `normalize`. A document whose content is the query's own is not counted
-    as found, unless the data say that it is relevant.
+    """Return `ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings, and `dim<d>/ndcg@k` for their first d
+    coordinates, normalised first if `normalize`. A document with the query's own content is excluded unless the data
+    mark it as relevant.
 
-    With a session of several ranks it is collective: every rank brings the same embeddings, searches for a share of the
-    queries, and gets the same numbers. `between` is called after each tile, by all ranks as often.
+    With a session of several ranks it is collective: every rank passes the same embeddings, searches for a part of the
+    queries, and gets the same scores. `between` is called after each tile, equally often on all ranks.
     """
     excluded = own_documents(data)
     full = queries_QD.shape[1]
@@ -55,7 +55,7 @@ def retrieval_metrics(
 
 
 def own_documents(data: RetrievalData) -> np.ndarray:
-    """Per query: the index of the document with the query's own content where that is not relevant, otherwise -1."""
+    """Return, per query, the index of the document with the query's own content if it is not relevant, otherwise -1."""
     place = {item.key(): index for index, item in enumerate(data.documents)}
     found = (place.get(query.key(), -1) for query in data.queries)
     return np.array(
@@ -91,7 +91,7 @@ def _mean_over_ranks(
     gathered = torch.from_numpy(values)
     if world_size > 1:
         gathered = collectives.all_gather_rows(gathered.to(device), [len(one) for one in owners]).cpu()
-    # Summed in the order of the queries, so that the last digit does not depend on the number of processes either.
+    # Sum in the order of the queries, so that rounding does not depend on the number of processes.
     by_query = np.empty((len(queries_QD), len(names)))
     by_query[np.concatenate(owners)] = gathered.numpy()
     return dict(zip(names, by_query.mean(axis=0).tolist(), strict=True))
@@ -107,15 +107,16 @@ def top_k(
     in_step_with: int = 0,
     between: Between | None = None,
 ) -> np.ndarray:
-    """[Q, k] indices of the documents with the highest dot products, best first; of equal ones the lower index first.
+    """Return [Q, k] indices of the documents with the highest dot products, best first; ties go to the lower index.
 
-    -1 stands where there are fewer than k documents. `excluded`: per query one document that is left out, or -1.
-    `between` is called after each tile, and as often as it would be for `in_step_with` queries.
+    Missing entries are -1 if there are fewer than k documents. `excluded`: per query one document to leave out, or -1.
+    `between` is called after each tile, as often as for `in_step_with` queries.
     """
     queries = torch.from_numpy(queries_QD).to(device)
     k_kept = min(k, len(documents_ND))
     tiles = torch.split(queries, QUERY_TILE)
     best = [torch.full((tile.shape[0], k_kept), _NOTHING, device=device) for tile in tiles]
+    # `between` may be collective, so a rank with fewer query tiles still calls it for every tile of the largest rank.
     num_turns = max(len(tiles), -(-in_step_with // QUERY_TILE))
     for start in range(0, len(documents_ND), DOCUMENT_TILE):
         documents = torch.from_numpy(documents_ND[start : start + DOCUMENT_TILE]).to(device)
@@ -141,13 +142,14 @@ def _leave_out(scores: Tensor, columns: np.ndarray) -> None:
 
 
 def _best_keys(scores_QT: Tensor, k: int, start: int) -> Tensor:
-    """The k largest keys of each row of a tile whose first column is document `start`; fewer where it is narrower."""
+    """Return the k largest keys of each row of a tile whose first column is document `start`; fewer if the tile is
+    narrower."""
     columns = torch.arange(start, start + scores_QT.shape[1], device=scores_QT.device)
     if scores_QT.shape[1] <= k:
         return _keys(scores_QT, columns)
     values, indices = scores_QT.topk(k + 1, dim=1)
     keys = _keys(values[:, :k], indices[:, :k] + start)
-    # topk takes any of several equal scores: where the border runs between two of them, choose again by key.
+    # topk breaks ties arbitrarily. If the k-th and the next score are equal, select again by key.
     tied = values[:, k] == values[:, k - 1]
     if bool(tied.any()):
         keys[tied] = _keys(scores_QT[tied], columns).topk(k, dim=1).values
@@ -155,8 +157,10 @@ def _best_keys(scores_QT: Tensor, k: int, start: int) -> Tensor:
 
 
 def _keys(scores: Tensor, columns: Tensor) -> Tensor:
-    """One whole number per score and column that sorts as (score, lower column) does, without any ties."""
-    bits = (scores + 0.0).view(torch.int32)  # + 0.0: there is one zero
+    """Return one integer per score and column that sorts by score, then by lower column, without ties."""
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
+    # The bits of positive floats sort as integers. Those of negative floats sort in reverse; flipping all but the sign
+    # bit corrects that. The order then fills the upper 32 bits, the reversed column the lower 32.
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     keys = (ordered << 32) + (_LOW_32 - columns)
     return torch.where(scores == -torch.inf, _NOTHING, keys)
@@ -165,13 +169,13 @@ def _keys(scores: Tensor, columns: Tensor) -> Tensor:
 def score_rankings(
     rankings: np.ndarray, relevance: Sequence[dict[int, int]], ks: Sequence[int]
 ) -> tuple[list[str], np.ndarray]:
-    """Names of the metrics, and their values per query [Q, number of names], by trec_eval. The gain of nDCG is the
-    grade itself; for the others every grade of 1 or more is relevant."""
+    """Return the names of the metrics, and their values per query [Q, number of names], by trec_eval. nDCG uses the
+    grade as gain; for the others every grade of 1 or more is relevant."""
     cuts = ",".join(str(k) for k in ks)
     measures = {f"ndcg_cut.{cuts}", f"recall.{cuts}", f"map_cut.{cuts}", "recip_rank"}
     names = [f"{metric}@{k}" for metric in ("ndcg", "mrr", "recall", "map") for k in ks]
     judged = {str(q): {str(doc): grade for doc, grade in grades.items()} for q, grades in enumerate(relevance)}
-    # trec_eval orders by score and breaks ties by name: the position as score keeps the order that was found.
+    # trec_eval sorts by score and breaks ties by name. Using the negative position as score keeps our order.
     run = {str(q): {str(doc): -float(i) for i, doc in enumerate(row) if doc >= 0} for q, row in enumerate(rankings)}
     found = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(run)
     values = np.zeros((len(rankings), len(names)))

@@ -1,4 +1,4 @@
-"""evaluate(): one model on one set of evaluation data, as one flat dict of numbers; in a training run or by itself."""
+"""evaluate(): scores of one model on one set of evaluation data as a flat dict, inside or outside a training run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vembed.evaluation.retrieval import retrieval_metrics
 from vembed.evaluation.similarity import similarity_metrics
 
 REPORTED_K = 10
-"""The cut-off that tables, reports and `eval_metric: auto` use; it is computed whatever `eval_ks` says."""
+"""Cut-off of tables, reports and `eval_metric: auto`. Always computed, whatever `eval_ks` says."""
 
 
 def evaluate(
@@ -45,9 +45,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Score a model folder (vembed's or any of Sentence Transformers) on a BEIR-style folder or a file of pairs.
 
-    `dims`: also at these sizes; by default the model's own Matryoshka dims, where it says so. `split`: which of a BEIR
-    folder's qrels, by default test. `session`: of the processes that call this together. The keys of the result are
-    `ndcg@10`, `dim256/ndcg@10`, ... or `spearman`, ...
+    `dims`: additional embedding sizes; by default the model's Matryoshka dims, if it has any. `split`: which of a BEIR
+    folder's qrels, by default test. `session`: the session of the processes that call this together. The keys of the
+    result are `ndcg@10`, `dim256/ndcg@10`, ... or `spearman`, ...
     """
     name = model.description.name if isinstance(model, Embedder) else str(model)
     config = TrainConfig(
@@ -88,11 +88,11 @@ def evaluate_model(
     between: Between | None = None,
     kept: KeptFeatures | None = None,
 ) -> dict[str, float]:
-    """Score a model as it is in memory, sharded or not. Collective: every rank calls it and gets the same numbers.
+    """Score a model in memory, sharded or not. Collective: every rank calls it and gets the same scores.
 
-    `budget_tokens`: what is known to fit; `eval_batch_tokens` wins. `say` gets a line now and then in a long
-    evaluation, instead of the bar of `show_progress`. `between` is called after each micro-batch and each tile of
-    scores on all ranks, and may end the evaluation by raising. `kept`: what frozen towers give.
+    `budget_tokens`: a budget known to fit; `eval_batch_tokens` overrides it. `say` gets occasional lines in a long
+    evaluation, instead of the bar of `show_progress`. `between` is called after each micro-batch and each score tile on
+    all ranks, and may raise to end the evaluation. `kept`: cached features of frozen towers.
     """
     description = featuriser.description
     device = session.device if session else next(model.parameters()).device
@@ -100,7 +100,7 @@ def evaluate_model(
     if config.eval_batch_tokens != "auto":
         budget = config.eval_batch_tokens
     normalize = description.similarity == "cosine"
-    full = description.truncate_dim or description.embedding_dim  # what `encode` returns when nobody says anything
+    full = description.truncate_dim or description.embedding_dim  # the default of `encode`
     sizes = _checked_dims([one for one in description.mrl_dims if one <= full] if dims is None else dims, full)
     active = (show_progress or say is not None) and (session is None or session.is_main)
 
@@ -133,7 +133,7 @@ def evaluate_model(
 
 
 def deciding_metric(config: TrainConfig, data: EvalData, scores: dict[str, float]) -> str:
-    """The key that decides which checkpoint is the best."""
+    """Return the key of the metric that decides which checkpoint is best."""
     if config.eval_metric == "auto":
         return "ndcg@10" if isinstance(data, RetrievalData) else "spearman"
     if config.eval_metric not in scores:
@@ -152,6 +152,6 @@ def _check_finite(embeddings: np.ndarray, kind: Kind) -> None:
     broken = int((~np.isfinite(embeddings).all(axis=1)).sum())
     if broken:
         raise UserError(
-            f"the model gives embeddings that are not numbers for {broken:,d} of {len(embeddings):,d} inputs ({kind}): "
+            f"non-finite embeddings for {broken:,d} of {len(embeddings):,d} inputs ({kind}): "
             "its weights are broken, or overflow in their dtype (try torch_dtype: float32)"
         )

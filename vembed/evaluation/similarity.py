@@ -1,4 +1,4 @@
-"""Scored pairs: how well the similarity of two embeddings follows the score that the data give."""
+"""Scored pairs: correlation between embedding similarities and the scores of the data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def similarity_metrics(
     *,
     normalize: bool = True,
 ) -> dict[str, float]:
-    """`spearman` and `pearson` for the embeddings as they are, and as `dim<d>/spearman` for the first d coordinates."""
+    """Return `spearman` and `pearson` for the embeddings, and `dim<d>/spearman` for their first d coordinates."""
     found = _correlations(first_ND, second_ND, scores, first_ND.shape[1], normalize)
     for dim in dims:
         by_dim = _correlations(first_ND, second_ND, scores, dim, normalize)
@@ -30,9 +30,9 @@ def _correlations(
 ) -> dict[str, float]:
     first, second = (first_dims(matrix, dim, normalize).astype(np.float64) for matrix in (first_ND, second_ND))
     similarities = np.einsum("nd,nd->n", first, second)
-    from scipy import stats  # takes a third of a second, and few runs need it
+    from scipy import stats  # takes a third of a second to import, and few runs need it
 
-    if np.ptp(similarities) == 0:  # a model that gives everything one vector follows no score at all
+    if np.ptp(similarities) == 0:  # correlation is undefined for a constant; count it as 0
         return {"spearman": 0.0, "pearson": 0.0}
     return {
         "spearman": float(stats.spearmanr(similarities, scores).statistic),

@@ -1,4 +1,4 @@
-"""RunSummary: what a run knows about itself at its end and its other files do not say; the report reads it."""
+"""RunSummary: facts about a finished run that its other files lack. The report reads it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ REPORTED_PACKAGES = (
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Everything has a value that means "not known", so that a run that was cut short still gets a report."""
+    """Summary of a run. Every field has a "not known" value, so that an interrupted run still gets a report."""
 
     model: str = ""
-    """What the model is and why, as logged (`ModelDescription.summary()`)."""
+    """The model and the reasons for its settings, as logged (`ModelDescription.summary()`)."""
     data: list[str] = field(default_factory=list)
-    """What it was trained on, one line per source, counts and skipped records included."""
+    """The training data, one line per source, with counts and skipped records."""
     evaluation: str = ""
-    """What it was evaluated on (`EvalData.summary()`)."""
+    """The evaluation data (`EvalData.summary()`)."""
     metric: str = ""
-    """The key that decided, e.g. ndcg@10; empty: from what was measured."""
+    """The deciding metric, e.g. ndcg@10. Empty: derived from the measured ones."""
     final_step: int | None = None
-    """The step whose weights are in `final/`; None: the last one."""
+    """The step whose weights are in `final/`. None: the last one."""
     num_examples: int | None = None
     num_parameters: int | None = None
     num_trainable: int | None = None
@@ -46,13 +46,13 @@ class RunSummary:
     warnings: list[str] = field(default_factory=list)
 
     def save(self, output_dir: str | Path) -> None:
-        """Write run.json; only the main process calls it."""
+        """Write run.json. Only the main process calls it."""
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
         Path(output_dir, SUMMARY_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_summary(output_dir: str | Path) -> RunSummary:
-    """What `save` wrote; an empty summary where there is none."""
+    """Read the summary; return an empty one if there is none."""
     path = Path(output_dir, SUMMARY_FILE)
     if not path.is_file():
         return RunSummary()
@@ -65,7 +65,7 @@ def read_summary(output_dir: str | Path) -> RunSummary:
 
 
 def collect_versions() -> dict[str, str]:
-    """Versions of Python, the system and the packages that can change a result; those that are not installed are left
+    """Return versions of Python, the system and packages that can affect a result. Packages not installed are left
     out."""
     versions = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in REPORTED_PACKAGES:

@@ -1,1 +1,1 @@
-"""From embeddings to a loss. Nothing in here communicates."""
+"""Loss functions over the embeddings of one global batch. No code in this package communicates between ranks."""

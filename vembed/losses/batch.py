@@ -1,4 +1,4 @@
-"""LossBatch: the gathered embeddings of one global batch and how its rows refer to them; and what every loss is."""
+"""LossBatch, the gathered embeddings of one global batch with its row indices, and the base class of all losses."""
 
 from __future__ import annotations
 
@@ -12,58 +12,57 @@ from vembed.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class LossBatch:
-    """One global batch as the loss sees it. U distinct embeddings, R rows (one per query-positive pair), H negatives.
-    All tensors are on one device.
+    """One global batch as input of a loss: U distinct embeddings, R rows (query-positive pairs), H hard negatives.
 
-    Every rank holds the same values, except for the rows it owns. A text that occurs in several roles or rows has one
-    embedding and several indices.
+    All tensors are on one device. Every rank holds the same values; only `own_rows` and `own_negatives` differ. A text
+    that occurs in several roles or rows has one embedding and several indices.
     """
 
     embeddings: Tensor
     """[U, D] float32 or float64, not normalised; a leaf that requires grad in training."""
     content: Tensor
-    """[U] int64: equal numbers are equal content (the same text may have two embeddings, from two ranks)."""
+    """[U] int64 content id. Equal ids mean equal content. One text may have two embeddings, from two ranks."""
     query: Tensor
     """[R] index of each row's query in `embeddings`."""
     positive: Tensor
     """[R] index of each row's positive."""
     example: Tensor
-    """[R] int64 number of the example that the row comes from; an example with several positives has several rows."""
+    """[R] int64 id of the example that each row comes from. An example with several positives has several rows."""
     negative: Tensor
     """[H] index of each hard negative occurrence; may be empty."""
     negative_example: Tensor
-    """[H] number of the example that brought it."""
+    """[H] int64 id of the example that each hard negative comes from."""
     scores: Tensor | None
-    """[R] score of each row's pair, where the data have scores."""
+    """[R] label score of each row's pair; None if the data have no scores."""
     own_rows: slice
-    """The rows that this rank is responsible for."""
+    """Rows whose loss terms this rank computes."""
     own_negatives: slice
-    """The hard negatives that this rank's examples brought."""
+    """Hard negatives of this rank's examples."""
     world_size: int = 1
 
     @property
     def num_rows(self) -> int:
-        """R, the number of rows of the global batch."""
+        """Number of rows R of the global batch."""
         return int(self.query.numel())
 
     def own(self) -> slice:
-        """`own_rows` with plain bounds: 0 <= start <= stop <= R."""
+        """Return `own_rows` with plain bounds: 0 <= start <= stop <= R."""
         start, stop, _ = self.own_rows.indices(self.num_rows)
         return slice(start, max(start, stop))
 
     @property
     def num_own_rows(self) -> int:
-        """How many rows `own_rows` are."""
+        """Number of rows in `own_rows`."""
         own = self.own()
         return int(own.stop - own.start)
 
     def own_hard_negatives(self) -> slice:
-        """`own_negatives` with plain bounds."""
+        """Return `own_negatives` with plain bounds: 0 <= start <= stop <= H."""
         start, stop, _ = self.own_negatives.indices(self.negative.numel())
         return slice(start, max(start, stop))
 
     def required_scores(self, loss: str) -> Tensor:
-        """The scores, for a loss that cannot do without."""
+        """Return the label scores. Raise UserError if the data have none."""
         if self.scores is None:
             raise UserError(
                 f"loss: {loss} needs a score for every pair, and the training data have none; "
@@ -73,16 +72,19 @@ class LossBatch:
 
 
 class EmbeddingLoss(nn.Module):
-    """A loss on embeddings. The sum over ranks of what `forward` returns is the loss L of the global batch, and so is
-    the sum of the gradients: nothing in here communicates."""
+    """Base class of losses on embeddings.
+
+    `forward` returns one rank's part. The parts of all ranks add up to the loss L of the global batch, and so do their
+    gradients; a caller whose gradients are averaged over ranks must therefore multiply by the world size.
+    """
 
     @abstractmethod
     def forward(self, batch: LossBatch) -> Tensor:
-        """This rank's share of L, a scalar."""
+        """Return this rank's part of L, a scalar."""
 
     def project_parameters(self) -> None:
-        """Bring learned parameters back into their range; called after every optimizer step."""
+        """Clamp learned parameters to their ranges. Called after every optimizer step."""
 
     def scale_and_bias(self) -> tuple[float, float] | None:
-        """What similarities are multiplied by and what is added, where they are learned; saved with CLIP and SigLIP."""
+        """Return the learned scale and bias of the logits, or None. They are saved with CLIP and SigLIP models."""
         return None

@@ -1,4 +1,4 @@
-"""From the config to the loss."""
+"""Construction of the loss from the config."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def build_loss(
     start_scale: float | None = None,
     start_bias: float | None = None,
 ) -> EmbeddingLoss:
-    """The loss that the config asks for.
+    """Return the loss that the config selects.
 
-    `mrl_dims`: the model's sizes (ModelDescription.mrl_dims), which count with `use_mrl`; needed where the config
-    names none. `start_scale` and `start_bias`: the model's own learned ones (CLIP, SigLIP), from which a learned
-    temperature or scale then starts instead of from `temperature`.
+    `mrl_dims`: the model's Matryoshka sizes, used with `use_mrl` when the config names none. `start_scale`,
+    `start_bias`: the model's learned values (CLIP, SigLIP). A learned temperature or scale starts from them
+    instead of from `temperature`.
     """
     dims = tuple(config.mrl_dims or mrl_dims) if config.use_mrl else ()
     if config.use_mrl and not dims:
@@ -34,8 +34,8 @@ def build_loss(
     is_fixed = config.loss == "infonce" and not config.learn_temperature
     if start_scale is not None and is_fixed and "temperature" not in config.model_fields_set:
         log.info(
-            "temperature: %g (the default), and this model was trained with %.3g: temperature=%.3g keeps that, and "
-            "learn_temperature: true goes on learning it from there",
+            "temperature: %g (default), but this model was trained with %.3g; set temperature=%.3g to keep that, or "
+            "learn_temperature: true to continue learning it",
             config.temperature, 1 / start_scale, 1 / start_scale,
         )  # fmt: skip
     match config.loss:

@@ -1,4 +1,4 @@
-"""Similarities of given pairs at all Matryoshka sizes, differentiable, in chunks: for losses that need no matrix."""
+"""Differentiable similarities of explicit pairs at all Matryoshka sizes, for losses that need no score matrix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAIRS_AT_ONCE = 4096
 
 
 def pair_scores(embeddings: Tensor, left: Tensor, right: Tensor, similarity: Similarity) -> Tensor:
-    """[K, P] similarities of the embeddings left_n and right_n at all K sizes. Differentiable once."""
+    """Return similarities [K, P] of the pairs (left_n, right_n) at all K sizes. Differentiable once."""
     scores: Tensor = _PairScores.apply(embeddings, left, right, similarity)  # type: ignore[no-untyped-call]
     return scores
 
@@ -28,6 +28,7 @@ class _PairScores(torch.autograd.Function):
             index = torch.cat((left[some], right[some]))
             table = PrefixTable(embeddings, index, similarity, with_gradient=False)
             scores[:, some] = table.pair_scores(*_halves(index))
+        # Save indices and scores only: the gathered rows [2P, D] may exceed the embeddings; backward gathers again.
         ctx.save_for_backward(embeddings, left, right, scores)
         return scores
 
@@ -35,6 +36,7 @@ class _PairScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor | None, ...]:
         embeddings, left, right, scores = ctx.saved_tensors
+        # Accumulate over chunks in the arithmetic dtype; rounding to the embeddings' dtype happens once, at the end.
         gradient = torch.zeros_like(embeddings, dtype=scores.dtype)
         for some in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[some], right[some]))

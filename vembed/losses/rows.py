@@ -1,6 +1,6 @@
-"""What becomes of a block of rows' scores: the loss of each row and its derivatives, fed tile by tile.
+"""Row losses: the loss of each row of a score matrix and its derivatives, computed tile by tile.
 
-A row has the logit of its own pair and those of its candidates. Candidates that are left out have the logit LEFT_OUT.
+A row has the logit of its own pair and the logits of its candidates. Excluded candidates have the logit LEFT_OUT.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LEFT_OUT = -1e30
-"""Finite, so that a weight of 0 times it is 0."""
+"""Logit of an excluded candidate. Finite, since 0 * -inf would be NaN."""
 
 
 class RowLoss(ABC):
-    """The losses of n rows: create with the own pairs' logits, add all candidates, then ask for derivatives."""
+    """Losses of n rows. Create it with the own pairs' logits, add all candidates, then ask for the derivatives."""
 
     def __init__(self, positive: Tensor, coefficient: float, bias: Tensor | None) -> None:
         self.positive = positive
@@ -26,34 +26,34 @@ class RowLoss(ABC):
 
     @abstractmethod
     def add(self, logits: Tensor, scratch: Tensor) -> None:
-        """Take in a tile [n, t]; `scratch` has the same size."""
+        """Add a tile of logits [n, t]; `scratch` has the same shape and is overwritten."""
 
     @abstractmethod
-    def add_given(self, logits: Tensor, row: Tensor) -> None:
-        """Take in single logits [P] of the rows named."""
+    def add_explicit(self, logits: Tensor, row: Tensor) -> None:
+        """Add single logits [P] of the rows `row` [P]."""
 
     @abstractmethod
     def total(self) -> Tensor:
-        """coefficient * the sum of the rows' losses, after all candidates."""
+        """Return coefficient * sum of the rows' losses. Call it after all candidates have been added."""
 
     @abstractmethod
-    def weigh(self, logits: Tensor, out: Tensor) -> Tensor:
-        """d(total)/d(logits) of a tile, written to `out`, which may be the tile itself."""
+    def grad_of_logits(self, logits: Tensor, out: Tensor) -> Tensor:
+        """Write the gradient of the total with respect to a tile's logits to `out`, which may be the tile itself."""
 
     @abstractmethod
-    def weigh_given(self, logits: Tensor, row: Tensor) -> Tensor:
-        """d(total)/d(logits) of single logits."""
+    def grad_of_explicit_logits(self, logits: Tensor, row: Tensor) -> Tensor:
+        """Return the gradient of the total with respect to single logits [P]."""
 
     @abstractmethod
-    def weigh_positive(self) -> Tensor:
-        """d(total)/d(positive)."""
+    def grad_of_positive_logit(self) -> Tensor:
+        """Return the gradient of the total with respect to the own pairs' logits [n]."""
 
 
 class Softmax(RowLoss):
-    """-log of the share that the own pair has of the sum of exp(logit) over itself and all candidates.
+    """Negative log softmax of the own pair among itself and all candidates, as an online softmax.
 
-    Keeps the largest logit so far and the sum of the candidates' exp(logit - largest); the own pair's part of the sum
-    is added at the end by expm1 and log1p, so that small losses keep their digits.
+    State per row: the largest logit so far and the sum of the candidates' exp(logit - largest). The own pair's term is
+    added at the end by expm1 and log1p, which keeps the precision of small losses.
     """
 
     def __init__(self, positive: Tensor, coefficient: float, bias: Tensor | None) -> None:
@@ -66,18 +66,20 @@ class Softmax(RowLoss):
         """See RowLoss."""
         largest = torch.maximum(self.largest, logits.amax(1))
         torch.sub(logits, largest[:, None], out=scratch).exp_()
+        # Rescale the earlier sum to the new maximum before adding this tile's terms.
         self.rest = self.rest * torch.exp(self.largest - largest) + scratch.sum(1)
         self.largest = largest
 
-    def add_given(self, logits: Tensor, row: Tensor) -> None:
+    def add_explicit(self, logits: Tensor, row: Tensor) -> None:
         """See RowLoss."""
+        # A row may occur several times in `row`; the reduction includes the old maximum.
         largest = self.largest.scatter_reduce(0, row, logits, "amax")
         self.rest = self.rest * torch.exp(self.largest - largest)
         self.rest = self.rest.index_add(0, row, torch.exp(logits - largest[row]))
         self.largest = largest
 
     def _surplus(self) -> Tensor:
-        """log of the sum, less the largest logit."""
+        """Return log(sum of all exp(logit)) - largest. expm1 and log1p keep precision if the own pair dominates."""
         return torch.log1p(self.rest + torch.expm1(self.positive - self.largest))
 
     def total(self) -> Tensor:
@@ -87,22 +89,24 @@ class Softmax(RowLoss):
     def _log_sum(self) -> Tensor:
         return self._surplus() + self.largest
 
-    def weigh(self, logits: Tensor, out: Tensor) -> Tensor:
+    def grad_of_logits(self, logits: Tensor, out: Tensor) -> Tensor:
         """See RowLoss."""
+        # coefficient * softmax = exp(logit - log_sum + log(coefficient)): one subtraction and one exp over the tile.
         shift = self._log_sum() - math.log(self.coefficient)
         return torch.sub(logits, shift[:, None], out=out).exp_()
 
-    def weigh_given(self, logits: Tensor, row: Tensor) -> Tensor:
+    def grad_of_explicit_logits(self, logits: Tensor, row: Tensor) -> Tensor:
         """See RowLoss."""
         return self.coefficient * torch.exp(logits - self._log_sum()[row])
 
-    def weigh_positive(self) -> Tensor:
+    def grad_of_positive_logit(self) -> Tensor:
         """See RowLoss."""
+        # coefficient * (softmax - 1); expm1 avoids the cancellation where the softmax is near 1.
         return self.coefficient * torch.expm1(self.positive - self._log_sum())
 
 
 class Sigmoid(RowLoss):
-    """-log sigmoid(logit + bias) of the own pair and -log sigmoid(-(logit + bias)) of every candidate, summed."""
+    """Sum of -log sigmoid(logit + bias) of the own pair and -log sigmoid(-(logit + bias)) of every candidate."""
 
     def __init__(self, positive: Tensor, coefficient: float, bias: Tensor | None) -> None:
         super().__init__(positive, coefficient, bias)
@@ -114,7 +118,7 @@ class Sigmoid(RowLoss):
         torch.add(logits, self.shift, out=scratch)
         self.sum = self.sum + _softplus(scratch).sum()
 
-    def add_given(self, logits: Tensor, _row: Tensor) -> None:
+    def add_explicit(self, logits: Tensor, _row: Tensor) -> None:
         """See RowLoss."""
         self.sum = self.sum + _softplus(logits + self.shift).sum()
 
@@ -122,19 +126,19 @@ class Sigmoid(RowLoss):
         """See RowLoss."""
         return self.coefficient * self.sum
 
-    def weigh(self, logits: Tensor, out: Tensor) -> Tensor:
+    def grad_of_logits(self, logits: Tensor, out: Tensor) -> Tensor:
         """See RowLoss."""
         return torch.add(logits, self.shift, out=out).sigmoid_().mul_(self.coefficient)
 
-    def weigh_given(self, logits: Tensor, _row: Tensor) -> Tensor:
+    def grad_of_explicit_logits(self, logits: Tensor, _row: Tensor) -> Tensor:
         """See RowLoss."""
         return self.coefficient * torch.sigmoid(logits + self.shift)
 
-    def weigh_positive(self) -> Tensor:
+    def grad_of_positive_logit(self) -> Tensor:
         """See RowLoss."""
         return -self.coefficient * torch.sigmoid(-(self.positive + self.shift))
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)). The usual threshold of 20, above which it is taken as x, costs digits in float64."""
+    """Return log(1 + exp(x)). torch returns x itself above 20 by default, which is too coarse in float64."""
     return F.softplus(x, threshold=50.0)

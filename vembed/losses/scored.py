@@ -1,4 +1,4 @@
-"""Losses for pairs with scores: CoSENT, which uses their order, and cosine regression, which uses their values."""
+"""Losses for pairs with label scores: CoSENT uses their order, cosine regression their values."""
 
 from __future__ import annotations
 
@@ -13,44 +13,46 @@ from vembed.losses.temperature import ScoredLoss, TemperedLoss
 
 
 class CoSENT(TemperedLoss):
-    """loss: cosent. With the similarity s_i and the given score y_i of the rows i of the global batch,
+    """The CoSENT loss (loss: cosent). With similarity s_i and label score y_i of row i of the global batch,
 
         L = log( 1 + sum over all (i, j) with y_i > y_j of exp((s_j - s_i) / T) )
 
-    Only the order of the scores matters. L is one number of the whole batch, not a sum over rows; a rank's share is
-    L * own rows / all rows. After sorting by y the inner sum over j is a running sum: O(N log N), and no matrix.
+    Only the order of the label scores matters. L is not a sum over rows, so every rank computes it whole and returns
+    L * own rows / all rows. After sorting by y the inner sum is a running logsumexp: O(N log N) without a matrix.
     """
 
     def forward(self, batch: LossBatch) -> Tensor:
-        """The own rows' share of L."""
+        """Return the own rows' part of L."""
         similarity = self.similarity_for(batch.embeddings)
         scores = pair_scores(batch.embeddings, batch.query, batch.positive, similarity)
-        given, order = torch.sort(batch.required_scores("cosent").to(scores.device))
+        explicit, order = torch.sort(batch.required_scores("cosent").to(scores.device))
         logits = scores[:, order] * self.scale_for(batch.embeddings)
-        num_lower = torch.searchsorted(given, given)
+        # Number of rows with a strictly lower label score: ties compare with nothing.
+        num_lower = torch.searchsorted(explicit, explicit)
         ranked = num_lower > 0
         below = torch.logcumsumexp(logits, dim=1)[:, num_lower[ranked] - 1]
+        # The zero column is the "1 +" of the formula. logits: [K, N]; terms: [K, 1 + number of ranked rows].
         terms = torch.cat((logits.new_zeros(len(logits), 1), below - logits[:, ranked]), dim=1)
         share = batch.num_own_rows / max(1, batch.num_rows)
         return similarity.total(torch.logsumexp(terms, dim=1)) * share
 
 
 class CosineRegression(ScoredLoss):
-    """loss: cosine. L = 1/N * sum_i (s_i - y_i)^2: the similarity is to equal the given score as it stands.
+    """Mean squared error of the similarity (loss: cosine): L = 1/N * sum_i (s_i - y_i)^2.
 
-    For the cosine the scores must therefore lie in [-1, 1]; ratings from 0 to 5 are to be divided by 5 beforehand.
+    For the cosine the label scores must lie in [-1, 1]. Ratings from 0 to 5, for example, must be rescaled first.
     """
 
     def forward(self, batch: LossBatch) -> Tensor:
-        """The own rows' share of L."""
+        """Return the own rows' part of L."""
         own = batch.own()
-        given = batch.required_scores("cosine")[own].to(batch.embeddings.device, arithmetic_dtype(batch.embeddings))
+        explicit = batch.required_scores("cosine")[own].to(batch.embeddings.device, arithmetic_dtype(batch.embeddings))
         similarity = self.similarity_for(batch.embeddings)
-        if similarity.cosine and given.numel() and not bool((given.abs() <= 1).all()):
+        if similarity.cosine and explicit.numel() and not bool((explicit.abs() <= 1).all()):
             raise UserError(
-                f"loss: cosine compares similarities with the scores as they stand, and the data have scores from "
-                f"{float(given.min()):g} to {float(given.max()):g}: scale them into [-1, 1], or use loss: cosent."
+                f"loss: cosine compares similarities with unscaled scores, and the data have scores from "
+                f"{float(explicit.min()):g} to {float(explicit.max()):g}: scale them into [-1, 1], or use loss: cosent."
             )
         scores = pair_scores(batch.embeddings, batch.query[own], batch.positive[own], similarity)
-        errors = (scores - given).square().sum(1)
+        errors = (scores - explicit).square().sum(1)
         return similarity.total(errors) / max(1, batch.num_rows)

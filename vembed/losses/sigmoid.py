@@ -1,11 +1,11 @@
-"""SigLIP's pairwise sigmoid loss: every (query, candidate) pair is a yes or no of its own.
+"""SigLIP's pairwise sigmoid loss: binary classification of every (query, candidate) pair.
 
     L = 1/N * sum_i [ softplus(-(t s(q_i,p_i) + b)) + sum_{c in C_i} softplus(t s(q_i,c) + b) ]
 
 with learned scale t and bias b. C_i are the candidates of row i as InfoNCE defines them, with all of its options:
-content that equals one of the row's positives or its query is neither yes nor no, it is left out. With
-query_query_negatives and document_document_negatives each of the further pairs is a no. A (query, document) pair counts
-once and has no direction, so `bidirectional` changes nothing here.
+content that equals the row's query or one of its positives is left out. With query_query_negatives and
+document_document_negatives the additional pairs are negatives. A (query, document) pair counts once and has no
+direction, so `bidirectional` has no effect here.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from vembed.losses.temperature import ScoredLoss
 from vembed.losses.tiles import Scoring, Tiling, tiled_loss
 
 START_BIAS = -10.0
-"""SigLIP's own start: most pairs are a no."""
+"""Initial bias of SigLIP: at the start most pairs are classified as negative."""
 
 
 class SigmoidLoss(ScoredLoss):
-    """loss: sigmoid. Starts from the model's own scale and bias, otherwise from 1 / temperature and -10."""
+    """The sigmoid loss (loss: sigmoid). Starts from the model's scale and bias, else from 1 / temperature and -10."""
 
     tiling: Tiling | None = None
 
@@ -43,7 +43,7 @@ class SigmoidLoss(ScoredLoss):
         self.project_parameters()
 
     def forward(self, batch: LossBatch) -> Tensor:
-        """The own rows' share of L."""
+        """Return the own rows' part of L."""
         embeddings = batch.embeddings
         scoring = Scoring(
             candidates=find_candidates(batch, self.config, both_directions=False),
@@ -58,10 +58,10 @@ class SigmoidLoss(ScoredLoss):
         return tiled_loss(embeddings, scoring, scale, self.bias.to(embeddings.device, dtype))
 
     def project_parameters(self) -> None:
-        """Keep the scale within [1, 200], the inverse of the temperature's range."""
+        """Clamp the scale to [1, 200], the inverse of the temperature's range."""
         with torch.no_grad():
             self.log_scale.clamp_(-math.log(HIGHEST_TEMPERATURE), -math.log(LOWEST_TEMPERATURE))
 
     def scale_and_bias(self) -> tuple[float, float]:
-        """The learned scale and bias."""
+        """Return the learned scale and bias."""
         return math.exp(float(self.log_scale.detach())), float(self.bias.detach())

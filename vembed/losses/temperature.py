@@ -1,4 +1,4 @@
-"""The temperature of a loss: a number from the config, or a learned parameter kept within its range."""
+"""Base classes of losses with a similarity, and with a temperature that is fixed or learned."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from vembed.losses.matryoshka import Similarity, arithmetic_dtype
 
 
 class ScoredLoss(EmbeddingLoss):
-    """What all losses share: the similarity and the sizes at which they count."""
+    """Base class with the similarity and the Matryoshka sizes."""
 
     def __init__(self, config: TrainConfig, mrl_dims: Sequence[int]) -> None:
         super().__init__()
         self.config = config
         self.mrl_dims = mrl_dims
-        """Matryoshka sizes in the order of the config; none without Matryoshka."""
+        """Matryoshka sizes in the order of the config; empty without Matryoshka."""
 
     def similarity_for(self, embeddings: Tensor) -> Similarity:
-        """How embeddings are compared, and at which sizes; without Matryoshka as a whole."""
+        """Return the similarity and sizes for these embeddings; without Matryoshka the full size alone."""
         embedding_dim = embeddings.shape[1]
         if self.mrl_dims and max(self.mrl_dims) > embedding_dim:
             raise ValueError(f"Matryoshka sizes {self.mrl_dims} for embeddings of size {embedding_dim}")
@@ -32,7 +32,7 @@ class ScoredLoss(EmbeddingLoss):
 
 
 class TemperedLoss(ScoredLoss):
-    """A loss on similarities divided by a temperature."""
+    """Base class of losses on similarities divided by a temperature."""
 
     def __init__(self, config: TrainConfig, mrl_dims: Sequence[int], start_scale: float | None) -> None:
         super().__init__(config, mrl_dims)
@@ -42,18 +42,18 @@ class TemperedLoss(ScoredLoss):
             self.temperature = nn.Parameter(torch.tensor(min(max(start, LOWEST_TEMPERATURE), HIGHEST_TEMPERATURE)))
 
     def scale_for(self, embeddings: Tensor) -> Tensor:
-        """One over the temperature, in the dtype that scores have."""
+        """Return 1 / temperature, in the dtype of the scores."""
         dtype = arithmetic_dtype(embeddings)
         if self.temperature is None:
             return torch.tensor(1.0 / self.config.temperature, dtype=dtype, device=embeddings.device)
         return 1.0 / self.temperature.to(embeddings.device, dtype)
 
     def project_parameters(self) -> None:
-        """Keep a learned temperature within [0.005, 1]."""
+        """Clamp a learned temperature to [0.005, 1]."""
         if self.temperature is not None:
             with torch.no_grad():
                 self.temperature.clamp_(LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
 
     def scale_and_bias(self) -> tuple[float, float] | None:
-        """The learned scale; a softmax has no bias."""
+        """Return the learned scale and a bias of 0 (a softmax has no bias), or None if the temperature is fixed."""
         return None if self.temperature is None else (1.0 / float(self.temperature.detach()), 0.0)

@@ -1,9 +1,9 @@
-"""Loss and gradient of a matrix of scores that never exists as a whole: blocks of rows, and in them tiles of columns.
+"""Loss and gradient over a score matrix that is never materialised: blocks of rows, split into tiles of columns.
 
-For one block of own rows the scores against ALL columns are held, for every Matryoshka size: O(N * block). That is
-enough to close the rows' sums and to go back over the same scores for the gradient at once, so that three matrix
-products (scores, gradient of the rows, gradient of the columns) do for the whole, as in the plain version, and no score
-is computed twice. Only the finished gradient waits for `backward`, which multiplies it by what comes from above.
+For one block of own rows the scores against all columns are kept, at every Matryoshka size: O(N * block) memory. The
+rows' sums are then complete, and the gradient is computed from the same scores at once. The total is three matrix
+products (scores, gradient of the rows, gradient of the columns), as with the full matrix, and no score is computed
+twice. The forward pass computes the gradient; `backward` only multiplies it by the incoming gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vembed.losses.candidates import Anchor, Candidates, GivenPairs, Panel
+from vembed.losses.candidates import Anchor, Candidates, ExplicitPairs, ScoreBlock
 from vembed.losses.matryoshka import PrefixTable, Similarity, arithmetic_dtype
 from vembed.losses.rows import LEFT_OUT, RowLoss
 
@@ -25,37 +25,41 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How many rows and columns are scored at once. Changes memory and speed, not the result."""
+    """Numbers of rows and columns that are scored at once. They change memory and speed, not the result."""
 
     rows: int
     columns: int
 
     @classmethod
     def for_scores(cls, scores_per_row: int, embeddings: Tensor) -> Tiling:
-        """Blocks of at most 192 MiB of scores on a CPU, 1 GiB elsewhere; in them tiles of 32 and 128 MiB."""
+        """Return blocks of at most 192 MiB of scores on a CPU, 1 GiB elsewhere, with tiles of 32 and 128 MiB."""
         block, tile, most_rows = (192, 32, 512) if embeddings.device.type == "cpu" else (1024, 128, 4096)
         size = arithmetic_dtype(embeddings).itemsize
+        # A block keeps rows * scores_per_row values (scores_per_row counts all columns and sizes). A tile is a
+        # temporary of rows * columns values. At least 16 each, or a huge batch would degrade to vector products.
         rows = min(most_rows, max(16, block * MEBIBYTE // (size * max(1, scores_per_row))))
         return cls(rows, max(16, tile * MEBIBYTE // (size * rows)))
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Which scores there are and what to do with them."""
+    """Definition of a loss over scores: candidates, similarity, row loss and options."""
 
     candidates: Candidates
     similarity: Similarity
     row_loss: type[RowLoss]
     coefficients: tuple[float, ...]
-    """Factor of each direction."""
+    """Factor of each direction (forward, reverse)."""
     margin: float | None
-    """Leave out candidates that score above the own pair plus this."""
+    """Leave out candidates whose score exceeds the own pair's by more than this; None: keep all."""
     tiling: Tiling | None
 
 
 def tiled_loss(embeddings: Tensor, scoring: Scoring, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The sum over own rows, sizes and directions of coefficient * weight * the row's loss on the logits scale * score
-    (and what the row loss makes of the bias). Differentiable once, in embeddings, scale and bias."""
+    """Return the sum over own rows, sizes and directions of coefficient * size weight * row loss.
+
+    Logits are scale * score; the row loss adds the bias. Differentiable once, in embeddings, scale and bias.
+    """
     loss: Tensor
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (embeddings, scale, bias)):
         loss = _TiledLoss.apply(embeddings, scale, bias, scoring)  # type: ignore[no-untyped-call]
@@ -65,6 +69,7 @@ def tiled_loss(embeddings: Tensor, scoring: Scoring, scale: Tensor, bias: Tensor
 
 
 def _run(embeddings: Tensor, scale: Tensor, bias: Tensor | None, scoring: Scoring, *, with_gradient: bool) -> _Blocks:
+    # Gradients are computed by hand below. Autocast would run the matrix products in 16 bits.
     with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
         blocks = _Blocks(embeddings, scoring, scale, bias, with_gradient=with_gradient)
         blocks.run()
@@ -82,6 +87,7 @@ class _TiledLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        # L is a scalar, so the chain rule is one multiplication. The saved tensors stand in the order of the inputs.
         gradients = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         scaled = (gradient * d_loss.to(gradient.dtype) if needed else None for gradient, needed in gradients)
         return (*scaled, None)
@@ -89,19 +95,19 @@ class _TiledLoss(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """A panel's columns from start to stop, with room for the scores of all sizes."""
+    """Columns of a score block from start to stop, with a buffer for the logits of all sizes."""
 
-    panel: Panel
+    score_block: ScoreBlock
     columns: slice
     """Positions in the table."""
     within: slice
-    """The same, counted from the panel's first column."""
+    """The same columns, counted from the score block's first column."""
     logits: Tensor
     """[K, n, t]"""
 
 
 class _Blocks:
-    """One pass over all blocks of own rows."""
+    """One pass over all blocks of own rows. Accumulates the loss and, if requested, its gradients."""
 
     def __init__(
         self, embeddings: Tensor, scoring: Scoring, scale: Tensor, bias: Tensor | None, *, with_gradient: bool
@@ -114,16 +120,19 @@ class _Blocks:
         self.bias = None if bias is None else bias.detach().to(embeddings.device, dtype)
         self.num_sizes = len(scoring.similarity.dims)
         self.table = PrefixTable(embeddings, candidates.index, scoring.similarity, with_gradient=with_gradient)
-        self.num_columns = sum(panel.columns.stop - panel.columns.start for panel in candidates.panels)
+        self.num_columns = sum(
+            score_block.columns.stop - score_block.columns.start for score_block in candidates.score_blocks
+        )
         self.tiling = scoring.tiling or Tiling.for_scores(self.num_columns * self.num_sizes, embeddings)
         self.loss, self.d_scale, self.d_bias = (self.table.x.new_zeros(()) for _ in range(3))
 
     def run(self) -> None:
-        """Add up `loss`, and with gradients `d_scale`, `d_bias` and what the table collects."""
+        """Accumulate `loss`, and with gradients also `d_scale`, `d_bias` and the table's gradient."""
         num_rows = self.candidates.num_own_rows
         block = min(self.tiling.rows, num_rows)
         tile = min(self.tiling.columns, max(1, self.num_columns))
-        # Without gradients nothing comes back to the scores: the room of one tile serves them all.
+        # Buffers are allocated once and reused by every block. Without gradients no logits are read again, so all tiles
+        # share the buffer of one tile.
         room = block * (self.num_columns if self.with_gradient else tile) * self.num_sizes
         self.logits_room = self.table.x.new_empty(room)
         self.scratch_room = self.table.x.new_empty(2, block * tile)
@@ -135,14 +144,15 @@ class _Blocks:
         return slice(first + rows.start, first + rows.stop)
 
     def _tiles(self, num_rows: int) -> Iterator[_Tile]:
+        # Tiles are consecutive parts of one buffer. A last, smaller block uses views of the beginning.
         offset = 0
-        for panel in self.candidates.panels:
-            for start in range(panel.columns.start, panel.columns.stop, self.tiling.columns):
-                stop = min(start + self.tiling.columns, panel.columns.stop)
+        for score_block in self.candidates.score_blocks:
+            for start in range(score_block.columns.start, score_block.columns.stop, self.tiling.columns):
+                stop = min(start + self.tiling.columns, score_block.columns.stop)
                 size = self.num_sizes * num_rows * (stop - start)
                 logits = self.logits_room[offset : offset + size].view(self.num_sizes, num_rows, stop - start)
-                within = slice(start - panel.columns.start, stop - panel.columns.start)
-                yield _Tile(panel, slice(start, stop), within, logits)
+                within = slice(start - score_block.columns.start, stop - score_block.columns.start)
+                yield _Tile(score_block, slice(start, stop), within, logits)
                 offset += size if self.with_gradient else 0
 
     def _scratch(self, number: int, like: Tensor) -> Tensor:
@@ -151,6 +161,7 @@ class _Blocks:
     def _block(self, rows: slice) -> None:
         table, num_rows = self.table, rows.stop - rows.start
         own = self._positions("query", rows), self._positions("positive", rows)
+        # The own pairs first: they start the online softmax and define the margin's ceiling. [K, n]
         own_scores = table.pair_scores(*own)
         own_logits = own_scores * self.scale
         losses = [
@@ -158,41 +169,48 @@ class _Blocks:
             for logits, weight in zip(own_logits, self.scoring.similarity.weights, strict=True)
         ]
         ceilings = self._ceilings(own_scores)
+        # Scale the n anchors [n, d] rather than the n * N scores.
         scaled = {anchor: table.x[self._positions(anchor, rows)] * self.scale for anchor in self._anchors()}
 
-        given = [self._given(pairs, rows, ceilings) for pairs in self.candidates.given]
-        for pairs, scores, row, _ in given:
+        explicit = [self._given(pairs, rows, ceilings) for pairs in self.candidates.explicit]
+        for pairs, scores, row, _ in explicit:
             for k in range(self.num_sizes):
-                losses[k][pairs.direction].add_given(scores[k] * self.scale, row)
+                losses[k][pairs.direction].add_explicit(scores[k] * self.scale, row)
+        # First pass: every tile's logits go into the row sums. They must be complete before any derivative is known.
         tiles = []
         for tile in self._tiles(num_rows):
-            self._score(tile, rows, scaled[tile.panel.anchor], ceilings, losses)
+            self._score(tile, rows, scaled[tile.score_block.anchor], ceilings, losses)
             tiles.append(tile)
         self.loss += _sum([loss.total() for by_direction in losses for loss in by_direction])
         if not self.with_gradient:
             return
 
-        d_own = torch.stack([_sum([loss.weigh_positive() for loss in by_direction]) for by_direction in losses])
+        # Second pass: gradients with respect to the logits, of own pairs, explicit pairs and tiles.
+        d_own = torch.stack([_sum([loss.grad_of_positive_logit() for loss in by_direction]) for by_direction in losses])
         self._take_in_pairs(*own, own_scores, d_own)
-        for pairs, scores, row, position in given:
+        for pairs, scores, row, position in explicit:
             by_size = [by_direction[pairs.direction] for by_direction in losses]
-            weights = [loss.weigh_given(score * self.scale, row) for loss, score in zip(by_size, scores, strict=True)]
+            weights = [
+                loss.grad_of_explicit_logits(score * self.scale, row)
+                for loss, score in zip(by_size, scores, strict=True)
+            ]
             anchors = self._positions(pairs.anchor, rows).start + row
             self._take_in_pairs(anchors, position, scores, torch.stack(weights))
         d_scaled = {anchor: torch.zeros_like(x) for anchor, x in scaled.items()}
         for tile in tiles:
-            self._differentiate(tile, rows, scaled[tile.panel.anchor], d_scaled[tile.panel.anchor], losses)
+            self._differentiate(tile, rows, scaled[tile.score_block.anchor], d_scaled[tile.score_block.anchor], losses)
         for anchor, d_x in d_scaled.items():
             positions = self._positions(anchor, rows)
+            # logits = scale * (x . column): d_x * x summed is dL/d(scale), and d_x * scale is dL/dx.
             self.d_scale += (d_x * table.x[positions]).sum()
             table.dx[positions] += d_x.mul_(self.scale)
 
     def _anchors(self) -> list[Anchor]:
-        # Not a set, whose order differs from run to run, and sums with it.
-        return list(dict.fromkeys(panel.anchor for panel in self.candidates.panels))
+        # A list, not a set: the order of a set may differ between runs, and the rounding of sums with it.
+        return list(dict.fromkeys(score_block.anchor for score_block in self.candidates.score_blocks))
 
     def _ceilings(self, own_scores: Tensor) -> Tensor | None:
-        """[K, n] the logits above which candidates are left out. Scores within rounding of it are not above it."""
+        """Return [K, n], the logits above which candidates are left out, with a tolerance for rounding; or None."""
         if self.scoring.margin is None:
             return None
         rounding = 64 * torch.finfo(own_scores.dtype).eps
@@ -200,9 +218,9 @@ class _Blocks:
         return (ceilings + rounding * ceilings.abs().clamp(min=1.0)) * self.scale
 
     def _given(
-        self, pairs: GivenPairs, rows: slice, ceilings: Tensor | None
-    ) -> tuple[GivenPairs, Tensor, Tensor, Tensor]:
-        """The pairs of a block: scores [K, P], rows counted from the block's first, positions in the table."""
+        self, pairs: ExplicitPairs, rows: slice, ceilings: Tensor | None
+    ) -> tuple[ExplicitPairs, Tensor, Tensor, Tensor]:
+        """Return explicit pairs of a block: scores [K, P], rows counted from its first, positions in the table."""
         first, last = (int(torch.searchsorted(pairs.row, bound)) for bound in (rows.start, rows.stop))
         row, position = pairs.row[first:last] - rows.start, pairs.position[first:last]
         scores = self.table.pair_scores(self._positions(pairs.anchor, rows).start + row, position)
@@ -213,8 +231,10 @@ class _Blocks:
     def _score(
         self, tile: _Tile, rows: slice, scaled: Tensor, ceilings: Tensor | None, losses: list[list[RowLoss]]
     ) -> None:
-        """Fill a tile's logits, size by size from the smallest, and hand them to the rows."""
-        left_out = [rule.mask(rows, tile.within) for rule in tile.panel.rules]
+        """Compute a tile's logits, from the smallest size to the largest, and add them to the row losses."""
+        # The last size's buffer accumulates the raw products: each size costs its additional coordinates only. Masks
+        # are written after that size's copy was taken; at the last size no product follows that they could spoil.
+        left_out = [rule.mask(rows, tile.within) for rule in tile.score_block.exclusion_masks]
         columns, products = self.table.x[tile.columns], tile.logits[-1]
         for k, part in enumerate(self.scoring.similarity.parts):
             logits = tile.logits[k]
@@ -223,44 +243,49 @@ class _Blocks:
             else:
                 products.addmm_(scaled[:, part], columns[:, part].T)
             if k < self.num_sizes - 1:
-                self._with_gains(products, k, tile, rows, logits)
+                self._with_prefix_scales(products, k, tile, rows, logits)
             for mask in left_out:
                 logits.masked_fill_(mask, LEFT_OUT)
             if ceilings is not None:
                 logits.masked_fill_(logits > ceilings[k, :, None], LEFT_OUT)
-            losses[k][tile.panel.direction].add(logits, self._scratch(0, logits))
+            losses[k][tile.score_block.direction].add(logits, self._scratch(0, logits))
 
-    def _with_gains(self, source: Tensor, k: int, tile: _Tile, rows: slice, out: Tensor) -> Tensor:
-        """source * the gains of rows and columns at size k."""
-        if self.table.gains is None:
+    def _with_prefix_scales(self, source: Tensor, k: int, tile: _Tile, rows: slice, out: Tensor) -> Tensor:
+        """Multiply `source` by the prefix scales of rows and columns at size k and write the result to `out`."""
+        if self.table.prefix_scales is None:
             return out.copy_(source)
-        gains = self.table.gains[k]
-        return torch.mul(source, gains[tile.columns], out=out).mul_(
-            gains[self._positions(tile.panel.anchor, rows), None]
+        prefix_scales = self.table.prefix_scales[k]
+        return torch.mul(source, prefix_scales[tile.columns], out=out).mul_(
+            prefix_scales[self._positions(tile.score_block.anchor, rows), None]
         )
 
     def _differentiate(
         self, tile: _Tile, rows: slice, scaled: Tensor, d_scaled: Tensor, losses: list[list[RowLoss]]
     ) -> None:
-        """Turn a tile's logits into their derivatives, size by size from the largest, and add the products with rows
-        and columns. Coordinates of a part count at every size that reaches them, so the derivatives accumulate."""
+        """Add a tile's gradients with respect to its rows and columns, from the largest size to the smallest.
+
+        A part's coordinates belong to every size that is large enough, so the gradients with respect to the products
+        accumulate in the buffer of the largest size.
+        """
         table = self.table
         columns, d_columns = table.x[tile.columns], table.dx[tile.columns]
         d_products = tile.logits[-1]
         for k, part in reversed(list(enumerate(self.scoring.similarity.parts))):
-            logits, loss = tile.logits[k], losses[k][tile.panel.direction]
+            logits, loss = tile.logits[k], losses[k][tile.score_block.direction]
             if k == self.num_sizes - 1:
-                loss.weigh(logits, out=logits)
+                # The largest size's logits are not needed again: overwrite them in place.
+                loss.grad_of_logits(logits, out=logits)
                 self._count_bias(logits)
             else:
-                weights = loss.weigh(logits, out=self._scratch(0, logits))
+                weights = loss.grad_of_logits(logits, out=self._scratch(0, logits))
                 self._count_bias(weights)
-                if table.gains is not None:
-                    # logits = scale * score, so that these are the sums of dL/d(score) * score.
+                if table.prefix_scales is not None:
+                    # logits * dL/d(logits) = score * dL/d(score), the terms of the gradient of the norm.
                     logits.mul_(weights)
-                    table.pull[k, self._positions(tile.panel.anchor, rows)] += logits.sum(1)
-                    table.pull[k, tile.columns] += logits.sum(0)
-                d_products += self._with_gains(weights, k, tile, rows, self._scratch(1, logits))
+                    table.norm_grad[k, self._positions(tile.score_block.anchor, rows)] += logits.sum(1)
+                    table.norm_grad[k, tile.columns] += logits.sum(0)
+                d_products += self._with_prefix_scales(weights, k, tile, rows, self._scratch(1, logits))
+            # [n, t] @ [t, part] for the rows, [t, n] @ [n, part] for the columns.
             d_scaled[:, part].addmm_(d_products, columns[:, part])
             d_columns[:, part].addmm_(d_products.T, scaled[:, part])
 

@@ -1,1 +1,1 @@
-"""From tensors to embeddings: backbones, pooling, heads, adapters, and the saved model."""
+"""Embedding models: description, backbones, pooling, heads, adapters and the saved model."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters: which layers get one, how they are trained, merged into the weights, saved alone and read back."""
+"""Low-rank adapters: target layers, injection, merging into the weights, saving and loading."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ log = logging.getLogger(__name__)
 
 _NAME = "default"
 _DOWN = f".lora_A.{_NAME}.weight"
-"""What the name of each adapter's first matrix ends with."""
+"""Suffix of the parameter name of each adapter's first matrix (A)."""
 _PREFIX = "base_model.model."
-"""What peft's files put before the backbone's own names."""
+"""Prefix that peft's files put before the backbone's parameter names."""
 _PROJECTIONS: dict[Family, dict[str, tuple[str, ...]]] = {
     "clip": {"text": ("text_projection",), "vision": ("visual_projection",)},
     "siglip": {"text": ("text_model.head",)},
 }
-"""Linear layers behind the towers, which get an adapter with the tower."""
+"""Linear projections behind the towers. They get an adapter together with their tower."""
 
 
 def wants_adapters(config: TrainConfig) -> bool:
-    """Whether the run trains adapters instead of the weights."""
+    """Return True if the run trains adapters instead of the weights."""
     return config.use_lora or config.use_qlora
 
 
 def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> None:
-    """Put adapters into the backbone and freeze everything else in it."""
-    quieten_bitsandbytes()  # peft imports it
-    from peft import LoraConfig, inject_adapter_in_model  # takes seconds, which runs without adapters need not wait
+    """Inject adapters into the backbone and freeze all its other parameters."""
+    quieten_bitsandbytes()  # before peft, which imports bitsandbytes
+    from peft import LoraConfig, inject_adapter_in_model  # a slow import, which only runs with adapters pay for
 
     frozen = names_frozen_by(backbone, family, config.freeze)
     names = [name for name in target_names(backbone, family, config) if f"{name}.weight" not in frozen]
@@ -66,9 +66,10 @@ def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> No
         task_type="FEATURE_EXTRACTION",
     )
     inject_adapter_in_model(settings, backbone, adapter_name=_NAME)
-    if isinstance(backbone, TwoTowers):  # its projections are new, so they are trained as a whole
+    if isinstance(backbone, TwoTowers):  # its projections are newly initialised, so train them in full
         for name, parameter in backbone.named_parameters():
             parameter.requires_grad |= "_projection." in name and name not in frozen
+    # Trained weights are float32 masters even if the base model is loaded in 16 bits, unless pure_dtype is set.
     for parameter in backbone.parameters():
         if parameter.requires_grad and not config.pure_dtype:
             parameter.data = parameter.data.float()
@@ -79,7 +80,7 @@ def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> No
 
 
 def _lasting_name(model_name: str) -> str:
-    """The base model's name in the adapter's files: a folder's is absolute, so that it holds wherever it is read."""
+    """Return the base model's name for the adapter's files. A folder's path is made absolute."""
     path = Path(model_name).expanduser()
     return str(path.resolve()) if path.is_dir() else model_name
 
@@ -88,7 +89,7 @@ def _lasting_name(model_name: str) -> str:
 
 
 def target_names(backbone: nn.Module, family: Family, config: TrainConfig) -> list[str]:
-    """Names of the layers that get an adapter."""
+    """Return the names of the layers that get an adapter."""
     prefixes = _chosen_towers(family, config)
     linear = [name for name in linear_names(backbone) if name.startswith(prefixes)]
     inside = set(linear_names_inside_layers(backbone))
@@ -108,23 +109,25 @@ def _chosen_towers(family: Family, config: TrainConfig) -> tuple[str, ...]:
         return tuple(towers.values())
     if config.lora_towers not in towers:
         raise UserError(
-            f"lora_towers: {config.lora_towers} is no tower of {config.model_name}, a {family} model; "
+            f"lora_towers: {config.lora_towers} is not a tower of {config.model_name}, a {family} model; "
             f"it has {' and '.join(towers)}"
         )
     return (towers[config.lora_towers],)
 
 
 def _named(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:
-    """Layers whose name is, or ends with, one of the wanted ones."""
+    """Return the layers whose name equals a wanted name or ends with it."""
     for one in wanted:
         if not any(name == one or name.endswith("." + one) for name in linear):
             known = sorted({name.rsplit(".", 1)[-1] for name in linear})
-            raise UserError(f"lora_target_modules: {one} is no linear layer of this model; it has {', '.join(known)}")
+            raise UserError(
+                f"lora_target_modules: {one} is not a linear layer of this model; it has {', '.join(known)}"
+            )
     return [name for name in linear if any(name == one or name.endswith("." + one) for one in wanted)]
 
 
 def linear_names(backbone: nn.Module) -> list[str]:
-    """Names of the linear layers, less those in torch's own attention module, which uses their weights directly."""
+    """Return the names of all linear layers, except those in nn.MultiheadAttention, which bypasses their forward."""
     own = tuple(f"{name}." for name, module in backbone.named_modules() if isinstance(module, nn.MultiheadAttention))
     return [
         name
@@ -134,13 +137,13 @@ def linear_names(backbone: nn.Module) -> list[str]:
 
 
 def linear_names_inside_layers(backbone: nn.Module) -> list[str]:
-    """Names of the linear layers of attention and feed-forward: those inside the transformer layers."""
+    """Return the names of the linear layers inside the transformer layers (attention and feed-forward)."""
     inner = {id(module) for layer in layers_of(backbone) for module in layer.modules()}
     return [name for name in linear_names(backbone) if id(backbone.get_submodule(name)) in inner]
 
 
 def name_pattern(names: Sequence[str], every: Sequence[str]) -> str:
-    """A regular expression for just these names: short where equal layers are meant, or else one by one."""
+    """Return a regular expression that matches exactly these names: by layer pattern if possible, else one by one."""
     general = sorted({re.sub(r"\.\d+\.", lambda _: r"\.\d+\.", name) for name in names})
     escaped = [re.sub(r"(?<!\\)\.", r"\.", one) for one in general]
     pattern = "(?:" + "|".join(escaped) + ")"
@@ -153,15 +156,15 @@ def name_pattern(names: Sequence[str], every: Sequence[str]) -> str:
 
 
 def has_adapters(backbone: nn.Module) -> bool:
-    """Whether there are adapters in the backbone."""
+    """Return True if the backbone has adapters."""
     return any(name.endswith(_DOWN) for name, _ in backbone.named_parameters())
 
 
 def merged_state(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The backbone's whole state dict under the names that it has without adapters, each adapter added to its weight.
+    """Return the full state dict under the names of a backbone without adapters, with each adapter merged.
 
-    `state` is by the backbone's names, gathered where it is sharded: of the modules only settings are read. Weights
-    held in 4 bits come out in float32, as they count in the model.
+    `state` holds full (gathered) tensors under the backbone's names; the modules may be sharded, so only their settings
+    are read. 4-bit weights are dequantised to float32.
     """
     merged = dict(state)
     for name, module in backbone.named_modules():
@@ -174,6 +177,7 @@ def merged_state(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
         weight = merged.pop(f"{name}.base_layer.weight")
         down, up = (merged.pop(f"{name}.lora_{part}.{_NAME}.weight").float() for part in "AB")
         magnitude = merged.pop(f"{name}.lora_magnitude_vector.{_NAME}.weight", None)
+        # W' = W + scaling * B A, in float32. up: [out, rank], down: [rank, in].
         change = up @ down * layer.scaling[_NAME]
         merged[f"{name}.weight"] = _merged(weight, change, magnitude, transposed=layer.fan_in_fan_out)
         if f"{name}.base_layer.bias" in merged:
@@ -183,13 +187,13 @@ def merged_state(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
 
 def _merged(weight: Tensor, change: Tensor, magnitude: Tensor | None, *, transposed: bool) -> Tensor:
     whole = (weight.T if transposed else weight).float() + change.to(weight.device)
-    if magnitude is not None:  # DoRA: the direction is that of the sum, the length of each row is learned
+    if magnitude is not None:  # DoRA: the sum gives the direction, a learned vector [out] the length of each row
         whole = whole * (magnitude.float().to(weight.device) / whole.norm(dim=1)).unsqueeze(1)
     return (whole.T.contiguous() if transposed else whole).to(weight.dtype)
 
 
 def save_adapter(folder: str | Path, backbone: Any, state: Mapping[str, Tensor]) -> Path:
-    """The adapter alone, in peft's layout; `state` is the backbone's whole state dict by its own names."""
+    """Save the adapter alone, in peft's layout. `state`: the backbone's full state dict under its own names."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {_name_in_file(key): tensor.contiguous() for key, tensor in state.items() if ".lora_" in key}
@@ -199,13 +203,13 @@ def save_adapter(folder: str | Path, backbone: Any, state: Mapping[str, Tensor])
 
 
 def _name_in_file(key: str) -> str:
-    """peft leaves out the adapter's name, and writes DoRA's vector without the `.weight` that it has in the module."""
+    """Return peft's file key: without the adapter's name, and without `.weight` after DoRA's magnitude vector."""
     bare = key.replace(f".{_NAME}.", ".")
     return _PREFIX + bare.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
 def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
-    """Add a saved adapter to the weights of a backbone that has none."""
+    """Merge a saved adapter into the weights of a backbone without adapters."""
     settings = read_json(folder / ADAPTER_CONFIG)
     weights = {key.removeprefix(_PREFIX): tensor for key, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
     transposed = {name for name, module in backbone.named_modules() if isinstance(module, Conv1D)}

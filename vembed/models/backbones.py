@@ -1,4 +1,4 @@
-"""Backbones as Transformers builds them: the class for a config, its layers and sizes, and loading its weights."""
+"""Backbones of Transformers: model class, layers and sizes of a config, and loading of weights."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from vembed.models.description import Family, Pooling
 log = logging.getLogger(__name__)
 
 _ENCODER_ONLY = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
-"""Encoder-decoder types whose encoder alone is the embedder."""
+"""Encoder-decoder types of which only the encoder is used."""
 _POOLED_BY_MEAN = ("convnext", "convnextv2", "dinov3_convnext")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the rest needs to know of a backbone before its weights are read."""
+    """Sizes and layer classes of a backbone, known before its weights are read."""
 
     hidden_dim: int
     layer_classes: tuple[str, ...]
 
 
 def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
-    """The model's config.json as Transformers understands it."""
+    """Read a model's config.json with Transformers. Raise UserError if it cannot be used."""
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json, so it is no model that vembed can read")
+        raise UserError(f"{folder} has no config.json; give the folder of a Transformers model")
     try:
         return cast(PretrainedConfig, AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
     except (ValueError, OSError) as error:
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"{folder} brings Python code that its model needs, and vembed runs none unless asked: set "
-                "trust_remote_code: true if you trust it as your own"
+                f"{folder} needs Python code of its own, and trust_remote_code is false; set "
+                "trust_remote_code: true if you trust this code"
             ) from error
         raise UserError(_first_sentence(f"{folder / 'config.json'} cannot be used: {error}")) from error
 
 
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> type[PreTrainedModel]:
-    """The class without a task's head that embeds."""
+    """Return the model class without a task head."""
     kind = str(config.model_type)
     if kind in _ENCODER_ONLY:
         import transformers
@@ -62,40 +62,40 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> type[Pr
     if own_code is not None and trust_remote_code:
         return cast(type[PreTrainedModel], get_class_from_dynamic_module(own_code, config.name_or_path))
     if type(config) not in AutoModel._model_mapping:
-        raise UserError(f"Transformers has no model for model_type {kind!r}, so vembed cannot embed with it")
+        raise UserError(f"Transformers has no model for model_type {kind!r}, so vembed cannot use it")
     found = AutoModel._model_mapping[type(config)]
     chosen = found[0] if isinstance(found, tuple) else found
     if config.to_dict().get("is_encoder_decoder"):
-        raise UserError(f"model_type {kind!r} is an encoder-decoder, which vembed cannot embed with")
+        raise UserError(f"model_type {kind!r} is an encoder-decoder, which vembed does not support")
     return cast(type[PreTrainedModel], chosen)
 
 
 def takes_pixels(config: PretrainedConfig, *, trust_remote_code: bool) -> bool:
-    """Whether the model's input is an image and nothing else."""
+    """Return True if the model's only input is an image."""
     return str(model_class(config, trust_remote_code=trust_remote_code).main_input_name) == "pixel_values"
 
 
 def is_decoder_only(config: PretrainedConfig) -> bool:
-    """Whether the model is a language model that generates, without an encoder of its own."""
+    """Return True if the model is a decoder-only language model."""
     kind = config.model_type
     return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 def is_bidirectional(config: PretrainedConfig) -> bool:
-    """Whether a decoder's own config lets every token see every other one (EmbeddingGemma does)."""
+    """Return True if a decoder's config enables bidirectional attention (as EmbeddingGemma does)."""
     values = config.to_dict()
     return values.get("is_causal") is False or values.get("use_bidirectional_attention") is True
 
 
 def image_pooling(config: PretrainedConfig) -> tuple[Pooling, str]:
-    """An image encoder's pooling by its kind, and why."""
+    """Return an image encoder's default pooling and the reason."""
     if config.model_type in _POOLED_BY_MEAN:
         return "own", "a convolutional network's mean over positions, behind its layer norm"
     return "cls", "the image's class token, by family"
 
 
 def shape_of(config: PretrainedConfig, family: Family, *, trust_remote_code: bool) -> Shape:
-    """Sizes and layer classes, read off a model without weights."""
+    """Return sizes and layer classes, read from a model on the meta device."""
     with torch.device("meta"):
         model = model_class(config, trust_remote_code=trust_remote_code)(config)
     return Shape(_hidden_dim(config, family), tuple(sorted({type(layer).__name__ for layer in layers_of(model)})))
@@ -113,10 +113,10 @@ def _hidden_dim(config: PretrainedConfig, family: Family) -> int:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The transformer layers, or what stands for them, in the order of the forward pass of each tower.
+    """Return the transformer layers (or their counterparts) of each tower, in the order of the forward pass.
 
-    Transformers marks them by a base class in nearly all models. Where it does not, they are the repeated modules that
-    the model itself names as not to be split, and where it names none, the longest list of equal modules.
+    Most models of Transformers mark layers by the base class GradientCheckpointingLayer. Otherwise the layers are the
+    repeated modules named in `_no_split_modules`, and without such names the longest list of equal modules.
     """
     found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not found:
@@ -125,6 +125,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         found = [module for module in repeated if type(module).__name__ in named]
     if not found:
         found = max(_repeated(model), key=len, default=[])
+    # Of nested candidates keep the inner ones: a layer that contains other layers is a container.
     inner = {id(below) for module in found for below in module.modules() if below is not module}
     outermost_of_nested = {id(module) for module in found if any(id(m) in inner for m in _below(module, found))}
     return [module for module in found if id(module) not in outermost_of_nested]
@@ -147,24 +148,24 @@ def _repeated(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def adjust_config(config: PretrainedConfig, *, bidirectional: bool) -> None:
-    """Settings that embedding needs and the published config may not have."""
+    """Change settings of the published config that embedding needs otherwise."""
     if config.model_type == "vit_mae":
-        config.mask_ratio = 0.0  # what is masked at random in pre-training is what an embedding is made of
-    if config.model_type == "dinov3_vit":  # positions moved at random, as pre-training did, would blur the image's
+        config.mask_ratio = 0.0  # pre-training masks random patches; an embedding must see all of them
+    if config.model_type == "dinov3_vit":  # pre-training moves positions at random; embeddings must be deterministic
         config.pos_embed_shift = config.pos_embed_jitter = config.pos_embed_rescale = None
     if bidirectional:
         config.get_text_config().is_causal = False
 
 
 def see_all_tokens(model: nn.Module) -> None:
-    """Take the causal mask out of a decoder's attention, also where a kernel applies it without a mask."""
+    """Disable causal attention of a decoder, also for kernels that apply it without an explicit mask."""
     for module in model.modules():
         if vars(module).get("is_causal") is True:
             vars(module)["is_causal"] = False
 
 
 def share_embeddings(model: Any) -> None:
-    """T5 has one embedding matrix in two modules, and a sharded model would take them for two: make them one module."""
+    """Use one module for T5's embedding matrix: it is registered in two, which FSDP would shard as two parameters."""
     if model.config.model_type in _ENCODER_ONLY:
         model.set_input_embeddings(model.get_input_embeddings())
 
@@ -183,8 +184,11 @@ def load_backbone(
     quantization: BitsAndBytesConfig | None = None,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """The model with its weights; with `meta` its parameters are empty, and only buffers hold values. `quantization`
-    and `device`: weights are packed there as they are read."""
+    """Return the model with its weights.
+
+    `meta`: leave the parameters empty and fill the buffers only. `quantization`, `device`: quantise the weights on that
+    device while they are read.
+    """
     chosen = model_class(config, trust_remote_code=trust_remote_code)
     if meta:
         resolved = file_dtype(config) if dtype == "auto" else dtype
@@ -211,7 +215,7 @@ def load_backbone(
 
 
 def _check_loading(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Weights that the folder does not have are random: harmless in a pooler, which is never used, else an error."""
+    """Raise UserError if weights are missing from the folder, unless no embedding depends on them (poolers)."""
     missing = sorted(name for name in info["missing_keys"] if not is_never_used(name))
     if missing:
         raise UserError(
@@ -220,16 +224,16 @@ def _check_loading(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
         )
     unexpected = sorted(info["unexpected_keys"])
     if unexpected:
-        log.info("%d weights of %s are not needed to embed, %s among them", len(unexpected), folder, unexpected[0])
+        log.info("ignored %d unused weights of %s (first: %s)", len(unexpected), folder, unexpected[0])
 
 
 def is_never_used(name: str) -> bool:
-    """Parameters that no embedding depends on: poolers over the first token, mask tokens."""
+    """Return True for parameters that no embedding depends on: poolers over the first token, mask tokens."""
     return name.startswith("pooler.") or ".pooler." in name or name.rsplit(".", 1)[-1] == "mask_token"
 
 
 def file_dtype(config: PretrainedConfig) -> torch.dtype:
-    """Dtype that config.json gives for the weights beside it."""
+    """Return the dtype that config.json states for the weights."""
     dtype = config.dtype
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
@@ -248,7 +252,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Loading bars and reports stay out of the log: what matters of them is checked and said here."""
+    """Suppress progress bars and load reports of Transformers; vembed checks the result itself."""
     verbosity = transformers_logging.get_verbosity()
     bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

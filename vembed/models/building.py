@@ -1,4 +1,4 @@
-"""The parts of an EmbeddingModel, each with its weights in the right dtype: backbone, towers, head, scale and bias."""
+"""Construction of the parts of an EmbeddingModel, each in the right dtype: backbone, head, scale and bias."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def build_head(config: TrainConfig, description: ModelDescription) -> Head | None:
-    """The model's own Dense modules, then the MRL projection where this run has one."""
+    """Return the model's Dense modules followed by this run's MRL projection; None if there are neither."""
     files = read_model(config.model_name, config.model_revision).sentence_transformers
     modules: list[Dense] = [load_dense(folder) for folder in files.dense] if files is not None else []
     size = modules[-1].linear.out_features if modules else description.hidden_dim
@@ -42,7 +42,7 @@ def build_head(config: TrainConfig, description: ModelDescription) -> Head | Non
 def build_backbone(
     config: TrainConfig, description: ModelDescription, device: torch.device, *, meta: bool
 ) -> nn.Module:
-    """The family's backbone with its weights; with `meta` its parameters are empty. `device`: where it will compute."""
+    """Return the backbone with its weights. `meta`: empty parameters. `device`: the device it will compute on."""
     folder = Path(description.source)
     text: nn.Module = _load(config, description, folder, device, meta=meta)
     if description.adapter is not None and not meta:
@@ -67,7 +67,7 @@ def build_backbone(
 
 
 def empty_backbone(description: ModelDescription) -> nn.Module:
-    """The backbone without values, adapters or 4-bit layers: its class and settings, for writing files."""
+    """Return the backbone without values, adapters or 4-bit layers: class and settings, for writing files."""
     plain = TrainConfig(model_name=description.name, data_path=[])
     return build_backbone(plain, description, torch.device("cpu"), meta=True)
 
@@ -114,7 +114,7 @@ def _load(
 def _four_bit(
     config: TrainConfig, chosen: type[PreTrainedModel], model_config: PretrainedConfig, device: torch.device
 ) -> BitsAndBytesConfig:
-    """All linear layers inside the transformer layers are held in 4 bits, those before and behind them are not."""
+    """Return the 4-bit config for the linear layers inside the transformer layers; all others keep their dtype."""
     with torch.device("meta"):
         empty: nn.Module = chosen(model_config)
     inside = set(linear_names_inside_layers(empty))
@@ -142,7 +142,10 @@ def cast_frozen_towers(config: TrainConfig, description: ModelDescription, backb
 
 
 def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
-    """What CLIP or SigLIP was trained with; from the file, since the model's parameters may be empty or sharded."""
+    """Return the scale and bias that CLIP or SigLIP was trained with, read from the weight files.
+
+    The model's own parameters may be empty (meta) or sharded.
+    """
     if description.family not in ("clip", "siglip"):
         return None
     found = {"logit_scale": 0.0, "logit_bias": 0.0}

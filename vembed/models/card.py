@@ -1,4 +1,4 @@
-"""The model card: README.md of a saved model: what it is, how to use it, what it was trained on, what it scores."""
+"""The model card (README.md) of a saved model: description, usage, training data, settings and scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECRET_VALUE = re.compile(
     r"\b(hf_\w{8,}|sk-\w{8,}|ghp_\w{8,}|github_pat_\w{8,}|AKIA\w{12,})|(?<=//)[^/\s@]+:[^/\s@]+@"
 )
 _NOT_SECRET = {"micro_batch_tokens", "kept_graph_tokens", "eval_batch_tokens"}
-"""Options that count tokens of text."""
+"""Options whose name contains "token" but that count text tokens."""
 _NOT_SHOWN = {
     "output_dir",
     "run_name",
@@ -28,19 +28,19 @@ _NOT_SHOWN = {
     "resume",
     "image_root",
 }
-"""Options that say nothing about the model."""
+"""Options that do not describe the model."""
 _LOCAL_PATH = re.compile(r"(?<![\w.:/~])[/~][^\s:,;)]*/")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a run knows about the model it saves, beyond the model itself."""
+    """Facts about a run for the model card, in addition to the model's description."""
 
     data: tuple[str, ...] = ()
-    """One line for each source of training data."""
+    """One line per source of training data."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the run that differ from their defaults. Secrets and folders of the machine are left out."""
+    """Options that differ from their defaults. Secrets and local folders are removed."""
     scores: Mapping[str, float] = field(default_factory=dict)
     before: Mapping[str, float] = field(default_factory=dict)
     """The same metrics before training."""
@@ -49,8 +49,10 @@ class Card:
 
 
 def render_card(description: ModelDescription, card: Card, *, adapter_alone: bool = False) -> str:
-    """The whole README.md: YAML front matter for the Hub, then the text. `adapter_alone`: the folder has no other
-    weights."""
+    """Return the full README.md: YAML front matter for the Hub, then the text.
+
+    `adapter_alone`: the folder has an adapter and no other weights.
+    """
     name = base_model_name(description)
     loads_in_sentence_transformers = description.family != "composed"
     front: dict[str, Any] = {"library_name": "sentence-transformers" if loads_in_sentence_transformers else "vembed"}
@@ -59,7 +61,7 @@ def render_card(description: ModelDescription, card: Card, *, adapter_alone: boo
         "feature-extraction",
         "vembed",
     ]
-    front["pipeline_tag"] = "sentence-similarity" if description.lanes == ("text",) else "feature-extraction"
+    front["pipeline_tag"] = "sentence-similarity" if description.modalities == ("text",) else "feature-extraction"
     if name is not None:
         front["base_model"] = name
     sections = [
@@ -74,7 +76,7 @@ def render_card(description: ModelDescription, card: Card, *, adapter_alone: boo
 
 
 def base_model_name(description: ModelDescription) -> str | None:
-    """The Hub name that the model was tuned from; None for a folder of this machine, which is nobody's business."""
+    """Return the Hub name of the base model; None for a local folder, whose path must not be published."""
     name = description.name
     if not name or name == description.source or name.startswith((".", "~", "/")) or not _HUB_NAME.fullmatch(name):
         return None
@@ -114,18 +116,18 @@ def _adapter(description: ModelDescription) -> str:
 
 
 def _inputs(description: ModelDescription) -> str:
-    if description.lanes == ("text",):
+    if description.modalities == ("text",):
         return "text"
-    if description.lanes == ("image",):
+    if description.modalities == ("image",):
         return "images"
-    return "text and images" if "vision" not in description.lanes else "text, images, or both together"
+    return "text and images" if "multimodal" not in description.modalities else "text, images, or both together"
 
 
 def _usage(description: ModelDescription, loads_in_sentence_transformers: bool) -> str:
     queries, documents = '["a query"]', '["a document"]'
-    if description.lanes != ("text",):
+    if description.modalities != ("text",):
         documents = '["document.jpg"]'
-    if "text" not in description.lanes:
+    if "text" not in description.modalities:
         queries = '["query.jpg"]'
     lines = ["## Usage", ""]
     if loads_in_sentence_transformers:
@@ -192,7 +194,7 @@ def _training(card: Card) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A setting as text; of a folder or file of this machine only its name."""
+    """Return a setting as text. Paths are reduced to their last part."""
     if isinstance(value, str):
         return _without_folders(value)
     if isinstance(value, Mapping):

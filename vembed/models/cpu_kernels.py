@@ -1,9 +1,9 @@
-"""Dropout, and attention with dropout, for training on CPUs: random bits drawn in bulk, scores kept in the caches.
+"""Dropout and attention with dropout for training on CPUs: bulk random bits, and score matrices that fit the caches.
 
-torch draws one number for each element, one after the other: on a CPU that alone is a third of a small encoder's step,
-and attention with dropout falls back to a path that writes every intermediate matrix to memory. Here four 16-bit draws
-come from each 64-bit number, and attention goes through the batch in pieces whose score matrices stay in the caches.
-The mathematics is the same; the draws are others, and depend on torch's seed alone.
+torch draws one random number per element, serially, which takes a third of a small encoder's step on a CPU, and its
+attention with dropout writes every intermediate matrix to memory. Here one 64-bit number gives four 16-bit draws, and
+attention processes the batch in pieces whose score matrices stay in the caches. The distribution is the same; the draws
+differ from torch's and depend on torch's seed only.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 IMPLEMENTATION = "vembed_cpu"
-"""Name under which Transformers finds `attention`."""
+"""Name of `attention` in Transformers' registry."""
 SCORES_AT_ONCE = 2**19
-"""Elements of the score matrices of one piece: 2 MB in float32."""
+"""Elements of one piece's score matrices: 2 MB in float32."""
 LEVELS = 2**16
 
 
 def keep_mask(shape: torch.Size, p: float) -> tuple[Tensor, float]:
-    """Which elements dropout keeps, and what they are multiplied by; `p` is rounded to a 65,536th."""
+    """Return dropout's bool mask (true: keep) and the scale of kept elements. `p` is rounded to a multiple of 2^-16."""
     count = shape.numel()
+    # Signed 16-bit draws are uniform on [-32768, 32767], so the threshold for "keep" is shifted by LEVELS / 2.
     bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     return (bits[:count] < round((1.0 - p) * LEVELS) - LEVELS // 2).view(shape), scale_of(p)
 
 
 def scale_of(p: float) -> float:
-    """What dropout multiplies by what it keeps."""
+    """Return the factor for kept elements: 1 / (1 - p), with p rounded as in `keep_mask`."""
     return LEVELS / round((1.0 - p) * LEVELS)
 
 
 class CpuDropout(nn.Dropout):
-    """nn.Dropout with bulk draws; on other devices nn.Dropout itself."""
+    """nn.Dropout with bulk draws on CPUs; unchanged on other devices."""
 
     def forward(self, values: Tensor) -> Tensor:
-        """The same as nn.Dropout, with other draws."""
+        """Apply dropout as nn.Dropout does, with other draws."""
         if not self.training or self.p in (0.0, 1.0) or values.device.type != "cpu":
             return super().forward(values)
         mask, scale = keep_mask(values.shape, self.p)
@@ -49,12 +50,13 @@ class CpuDropout(nn.Dropout):
 
 
 class _Dropped(torch.autograd.Function):
-    """values * mask * scale in one pass, forward and backward."""
+    """values * mask * scale in one fused pass, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, mask: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(mask)
         ctx.scale = scale
+        # The backward kernel computes exactly this product, so it serves as the forward too.
         dropped: Tensor = torch.ops.aten.native_dropout_backward(values, mask, scale)
         return dropped
 
@@ -67,9 +69,13 @@ class _Dropped(torch.autograd.Function):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dropout(softmax(q k^T * scaling + mask)) v, and what the way back needs: probabilities and draws."""
+    """Return dropout(softmax(q k^T * scaling + mask)) v, and the probabilities and dropout mask for the backward pass.
+
+    query, key, value: [n, heads, length, size]; probabilities and dropout mask: [n, heads, length, length].
+    """
     scores = torch.matmul(query * scaling, key.transpose(2, 3))
     if mask is not None and mask.dtype == torch.bool:
+        # The lowest finite value, not -inf: a row of padding that sees nothing must not become NaN.
         scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores += mask
@@ -82,13 +88,16 @@ def attend(
 def attend_backward(
     inputs: Sequence[Tensor], draws: tuple[Tensor, Tensor], p: float, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value. `inputs`: these three and the gradient of what `attend` gave; `draws`:
-    what it kept."""
+    """Return the gradients of query, key and value.
+
+    `inputs`: query, key, value and the gradient of the output. `draws`: probabilities and dropout mask from `attend`.
+    """
     query, key, value, gradient = inputs
     probabilities, kept = draws
     scale = scale_of(p)
     dropped = torch.ops.aten.native_dropout_backward(probabilities, kept, scale)
     grad_value = torch.matmul(dropped.transpose(2, 3), gradient)
+    # Chain rule in reverse order: d(dropped probabilities), d(probabilities), d(scores), then query and key.
     through = torch.matmul(gradient, value.transpose(2, 3))
     through = torch.ops.aten.native_dropout_backward(through, kept, scale)
     scores = torch.ops.aten._softmax_backward_data(through, probabilities, -1, probabilities.dtype)
@@ -105,6 +114,7 @@ class _DroppedAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, scaling: float
     ) -> Tensor:
         rows, heads, length, _ = query.shape
+        # Rows per piece, so that its scores [step, heads, length, keys] have at most SCORES_AT_ONCE elements.
         step = max(1, SCORES_AT_ONCE // max(1, heads * length * key.shape[2]))
         output = torch.empty(*query.shape[:3], value.shape[3], dtype=value.dtype)
         saved: list[Tensor] = []
@@ -141,8 +151,9 @@ def attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' interface of attention functions: sdpa, except where dropout on a CPU would make it slow."""
+    """Attention function for Transformers: sdpa, except with dropout on a CPU, where sdpa is slow."""
     causal = module.__dict__.get("is_causal", False) if is_causal is None else is_causal
+    # sdpa also handles what `attend` does not: autocast, grouped queries, and causal attention without a mask.
     plain = (
         dropout in (0.0, 1.0)
         or query.device.type != "cpu"
@@ -162,7 +173,7 @@ def attention(
 
 
 def use_cpu_kernels(backbone: nn.Module) -> int:
-    """Give every dropout of the model bulk draws; how many there were. Attention is chosen when the model is loaded."""
+    """Replace every dropout of the model by CpuDropout and return their number. Attention is chosen at loading."""
     found = [module for module in backbone.modules() if type(module) is nn.Dropout and module.p > 0.0]
     for module in found:
         module.__class__ = CpuDropout
@@ -170,7 +181,7 @@ def use_cpu_kernels(backbone: nn.Module) -> int:
 
 
 def register() -> str:
-    """Make `attention` known to Transformers and return its name."""
+    """Register `attention` with Transformers and return its name."""
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
     return IMPLEMENTATION

@@ -1,4 +1,4 @@
-"""ModelDescription: what a model is, decided once, logged with reasons, saved with the model, used by all parts."""
+"""ModelDescription: the facts about one model, decided once, logged with reasons and saved with the model."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any, Literal
 
 Family = Literal["text_encoder", "text_decoder", "clip", "siglip", "image_encoder", "vision_language", "composed"]
 Pooling = Literal["cls", "mean", "last", "weighted_mean", "max", "own"]
-Lane = Literal["text", "image", "vision"]
+Modality = Literal["text", "image", "multimodal"]
 
 DESCRIPTION_FILE = "vembed.json"
-"""Name of the file with a saved model's description, in the model's folder."""
+"""File with a saved model's description, in the model's folder."""
 IMAGE_TOWER_FOLDER = "image_tower"
-"""Folder of a saved composed model's image tower, inside the model's folder."""
+"""Folder of a composed model's image tower, inside the model's folder."""
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """One model, in the terms that training, evaluation, use and the saved files share."""
+    """Properties of one model, used by training, evaluation, inference and the saved files."""
 
     family: Family
     source: str
-    """Local folder of weights, tokenizer and processor; for a Hub model, its folder in the Hub's cache."""
+    """Local folder of weights, tokenizer and processor. For a Hub model: its snapshot in the Hub's cache."""
     embedding_dim: int
-    """Size of what `EmbeddingModel` returns, after any projection."""
+    """Size of the output of `EmbeddingModel`, after any projection."""
     hidden_dim: int
-    """Size of what pooling returns."""
+    """Size of the output of pooling."""
     pooling: Pooling
-    """How token vectors become one; `own`: the model's projected feature (CLIP, SigLIP)."""
-    lanes: tuple[Lane, ...]
-    """Separate ways through the model. text: token ids; image: pixels alone; vision: token ids with images in them."""
+    """Pooling of token vectors to one vector. `own`: the model's projected feature (CLIP, SigLIP)."""
+    modalities: tuple[Modality, ...]
+    """Modalities of the inputs. text: token ids; image: pixels only; multimodal: token ids with images in them."""
     layer_classes: tuple[str, ...]
-    """Classes of the transformer layers: FSDP's units and what is checkpointed and compiled."""
+    """Classes of the transformer layers: the units of FSDP, recomputation and compilation."""
     max_length: int
     """Longest text in tokens."""
     padding_side: Literal["left", "right"] = "right"
@@ -40,7 +40,7 @@ class ModelDescription:
     document_prompt: str = ""
     similarity: Literal["cosine", "dot"] = "cosine"
     normalize: bool = True
-    """Whether encode returns unit vectors."""
+    """True: encode returns unit vectors."""
     truncate_dim: int | None = None
     mrl_dims: tuple[int, ...] = ()
     bidirectional_attention: bool = False
@@ -49,25 +49,24 @@ class ModelDescription:
     image_source: str | None = None
     """Composed models: the folder of the image tower."""
     text_hidden_dim: int | None = None
-    """Composed models: size of what the text tower gives; `hidden_dim` is that of the shared space."""
+    """Composed models: output size of the text tower; `hidden_dim` is the size of the shared space."""
     image_hidden_dim: int | None = None
-    """Composed models: size of what the image tower gives."""
+    """Composed models: output size of the image tower."""
     image_pooling: Pooling | None = None
-    """Composed models: how the image tower's vectors become one."""
+    """Composed models: pooling of the image tower."""
     adapter: str | None = None
-    """Folder of a saved adapter that belongs on top of the weights in `source`."""
+    """Folder of a saved adapter for the weights in `source`."""
     quantized: bool = False
-    """Whether the weights below the adapter are held in 4 bits in training, so that they count as what 4 bits say."""
+    """True: the adapter was trained on 4-bit weights, so the weights below it must be rounded to 4 bits."""
     name: str = ""
-    """The model as the user named it."""
+    """The model name that the user gave."""
     revision: str | None = None
     trust_remote_code: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
-    """Field -> why it has this value; for the log."""
+    """Field -> reason for its value, for the log."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for the file that is saved with the model: without the reasons, and with folders relative to
-        the folder of that file."""
+        """Return plain values for the saved description, without reasons and with paths relative to its folder."""
         values = asdict(self)
         del values["reasons"]
         values["source"] = "."
@@ -77,9 +76,10 @@ class ModelDescription:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], folder: str | Path = ".") -> ModelDescription:
-        """The reverse of `to_dict` for a model saved in `folder`."""
+        """Return the description that `to_dict` saved in `folder`."""
+        values = _with_modalities(values)
         changed: dict[str, Any] = {
-            key: tuple(values[key]) for key in ("lanes", "layer_classes", "mrl_dims") if key in values
+            key: tuple(values[key]) for key in ("modalities", "layer_classes", "mrl_dims") if key in values
         }
         for key in ("source", "image_source"):
             if values.get(key) is not None:
@@ -87,15 +87,24 @@ class ModelDescription:
         return cls(**{**values, **changed})
 
     def summary(self) -> str:
-        """What the model is and why, one line each, for the log."""
+        """Return the model's facts and their reasons, one line each, for the log."""
         lines = [
             f"{self.name or self.source}: {self.family}, embedding of {self.embedding_dim:,d} dimensions, "
-            f"lanes {', '.join(self.lanes)}, layers {', '.join(self.layer_classes)}"
+            f"modalities {', '.join(self.modalities)}, layers {', '.join(self.layer_classes)}"
         ]
         values = asdict(self)
         lines += [f"{key}: {values[key]!r} ({reason})" for key, reason in self.reasons.items()]
         return "\n  ".join(lines)
 
     def with_(self, **changes: Any) -> ModelDescription:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
+
+
+def _with_modalities(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a saved description under today's names; 0.1 wrote modalities, and vision for multimodal."""
+    if "modalities" not in values:
+        return values
+    values = dict(values)
+    modalities = values.pop("modalities")
+    return values | {"modalities": ["multimodal" if modality == "multimodal" else modality for modality in modalities]}

@@ -15,10 +15,10 @@ from vembed.errors import UserError
 from vembed.models import backbones, cpu_kernels, packing, precision
 from vembed.models.adapters import add_adapters, wants_adapters
 from vembed.models.building import build_backbone, build_head, cast_frozen_towers, scale_and_bias
-from vembed.models.description import Lane, ModelDescription
+from vembed.models.description import Modality, ModelDescription
 from vembed.models.families import describe
 from vembed.models.heads import Dense, Head, principal_components
-from vembed.models.lanes import (
+from vembed.models.modalities import (
     image_features,
     num_image_features,
     project,
@@ -26,9 +26,9 @@ from vembed.models.lanes import (
     tower_features,
 )
 from vembed.models.quantized import settle
-from vembed.models.towers import freeze_parts, freeze_unused, frozen_towers, tower_module, towers_of_lane
+from vembed.models.towers import freeze_parts, freeze_unused, frozen_towers, tower_module, towers_of_modality
 
-Part = tuple[str, dict[str, Tensor]]
+ModalitySlice = tuple[str, dict[str, Tensor]]
 FEATURES = "features"
 """Key of inputs that are a tower's features already: the tower is left out."""
 
@@ -51,23 +51,25 @@ class EmbeddingModel(nn.Module):
         self._scale_and_bias = scale_and_bias
         self._projects = True
 
-    def forward(self, parts: list[Part], *, features_only: bool = False, images_only: bool = False) -> list[Tensor]:
-        """For each (lane, inputs): the [n, embedding_dim] embeddings, not normalised, in at least float32.
+    def forward(
+        self, parts: list[ModalitySlice], *, features_only: bool = False, images_only: bool = False
+    ) -> list[Tensor]:
+        """For each (modality, inputs): the [n, embedding_dim] embeddings, not normalised, in at least float32.
 
         `features_only`: what the towers give, before projections and head. Handed back as {"features": ...}, they are
-        the inputs of a lane whose tower is left out. `images_only`, for the vision lane alone: what the image tower
-        gives, which can take the place of the pixels in its inputs.
+        the inputs of a modality whose tower is left out. `images_only`, for the vision modality alone: what the image
+        tower gives, which can take the place of the pixels in its inputs.
         """
         if images_only:
             return [_wide(image_features(self.backbone, inputs)) for _, inputs in parts]
-        return [self._embed(lane, inputs, features_only) for lane, inputs in parts]
+        return [self._embed(modality, inputs, features_only) for modality, inputs in parts]
 
-    def _embed(self, lane: str, inputs: dict[str, Tensor], features_only: bool) -> Tensor:
+    def _embed(self, modality: str, inputs: dict[str, Tensor], features_only: bool) -> Tensor:
         features = inputs.get(FEATURES)
         if features is None:
-            features = tower_features(self.description, self.backbone, lane, inputs)
+            features = tower_features(self.description, self.backbone, modality, inputs)
         if not features_only:
-            features = project(self.description, self.backbone, lane, features)
+            features = project(self.description, self.backbone, modality, features)
             if self.head is not None and self._projects:
                 features = self.head(features)
             elif self.head is not None:
@@ -83,10 +85,13 @@ class EmbeddingModel(nn.Module):
                 tower_module(self.backbone, self.description.family, tower).eval()
         return self
 
-    def frozen_lanes(self) -> list[Lane]:
-        """Lanes whose towers are all frozen: their features never change, so one forward pass of each input will do."""
+    def frozen_modalities(self) -> list[Modality]:
+        """Modalities whose towers are all frozen: their features never change, so one forward pass of each input will
+        do."""
         frozen = frozen_towers(self.backbone, self.description.family)
-        return [lane for lane in self.description.lanes if set(towers_of_lane(lane)) <= set(frozen)]
+        return [
+            modality for modality in self.description.modalities if set(towers_of_modality(modality)) <= set(frozen)
+        ]
 
     def bytes_of_frozen_images(self) -> int | None:
         """Bytes for each token of an image that the frozen image tower of a vision-language model gives, where what it

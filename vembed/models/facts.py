@@ -1,4 +1,4 @@
-"""Facts: all that is known of one model while it is being described: the config, its files, and reasons so far."""
+"""Facts about one model while its description is built: config, file contents and reasons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vembed.models.sources import SentenceTransformersFiles, read_json, read_mod
 
 @dataclass
 class Facts:
-    """What is known of one model while it is being described."""
+    """Facts about one model while its description is built."""
 
     config: TrainConfig
     files: SentenceTransformersFiles | None
@@ -33,16 +33,16 @@ class Facts:
         return str(self.model_config.model_type)
 
     def of_saved(self, name: str) -> Any:
-        """A value of the description that vembed saved with the model; None where there is none."""
+        """Return a value of the description saved with the model; None without a saved description."""
         return None if self.saved is None else self.saved.to_dict()[name]
 
     def of_tokenizer(self, name: str) -> Any:
-        """A setting of the tokenizer; None where it has none."""
+        """Return a setting of the tokenizer; None if it is not set."""
         return (read_json(self.backbone / "tokenizer_config.json") or {}).get(name)
 
 
 def gather(config: TrainConfig) -> Facts:
-    """Find the model's files and read the small ones."""
+    """Locate the model's files and read the small ones."""
     found = read_model(config.model_name, config.model_revision)
     saved = read_json(found.folder / DESCRIPTION_FILE)
     if found.adapter is not None and config.use_qlora:
@@ -61,7 +61,7 @@ def gather(config: TrainConfig) -> Facts:
 
 
 def is_causal(facts: Facts, family: Family) -> bool:
-    """Whether a token sees only those before it, unless the option says otherwise."""
+    """Return True if attention is causal by default, before the option bidirectional_attention is applied."""
     return family in ("text_decoder", "vision_language") or (
         family == "composed" and backbones.is_decoder_only(facts.model_config)
     )

@@ -1,4 +1,4 @@
-"""What a model is: the one place that knows every family, and decides pooling, prompts, lengths and sizes for a run."""
+"""Model families, and the decisions that depend on them: pooling, prompts, lengths and sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, cast, get_args
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.models import backbones
-from vembed.models.description import DESCRIPTION_FILE, Family, Lane, ModelDescription, Pooling
+from vembed.models.description import DESCRIPTION_FILE, Family, Modality, ModelDescription, Pooling
 from vembed.models.facts import Facts, gather, is_causal
 from vembed.models.sources import model_folder, read_json
 from vembed.models.text_settings import max_length, padding_side, prompts
@@ -19,19 +19,19 @@ SIGLIP_TYPES = frozenset({"siglip", "siglip2"})
 VISION_LANGUAGE_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 SMALLEST_MRL_DIM = 64
 
-_LANES: dict[Family, tuple[Lane, ...]] = {
+_MODALITYS: dict[Family, tuple[Modality, ...]] = {
     "text_encoder": ("text",),
     "text_decoder": ("text",),
     "clip": ("text", "image"),
     "siglip": ("text", "image"),
     "image_encoder": ("image",),
-    "vision_language": ("text", "vision"),
+    "vision_language": ("text", "multimodal"),
     "composed": ("text", "image"),
 }
 
 
 def describe(config: TrainConfig) -> ModelDescription:
-    """What `config.model_name` is and how this run uses it, with the reason for each decision."""
+    """Return the description of `config.model_name` for this run, with the reason for each decision."""
     facts = gather(config)
     family = _family(facts)
     shape = backbones.shape_of(facts.model_config, family, trust_remote_code=config.trust_remote_code)
@@ -48,7 +48,7 @@ def describe(config: TrainConfig) -> ModelDescription:
         embedding_dim=embedding_dim,
         hidden_dim=hidden_dim,
         pooling=pooling,
-        lanes=_LANES[family],
+        modalities=_MODALITYS[family],
         layer_classes=shape.layer_classes if image is None else (*shape.layer_classes, *image.layer_classes),
         max_length=max_length(facts, family),
         padding_side=padding_side(facts, family),
@@ -99,7 +99,7 @@ def _family(facts: Facts) -> Family:
             f"model_family: {asked} does not fit {facts.config.model_name}, whose config.json makes it {detected} "
             f"({reason}); leave model_family out"
         )
-    facts.reasons["family"] = f"model_family says so; detected: {detected}, {reason}"
+    facts.reasons["family"] = f"model_family in the config (detected: {detected}, {reason})"
     return asked
 
 
@@ -107,7 +107,7 @@ def _detect(facts: Facts) -> tuple[Family, str]:
     kind = facts.model_type
     reason = f"model_type {kind} in config.json"
     if facts.saved is not None:
-        return facts.saved.family, f"{DESCRIPTION_FILE} says so"
+        return facts.saved.family, f"from {DESCRIPTION_FILE}"
     if kind in CLIP_TYPES:
         return "clip", reason
     if kind in SIGLIP_TYPES:
@@ -118,8 +118,8 @@ def _detect(facts: Facts) -> tuple[Family, str]:
         return "image_encoder", f"{reason}: its input is pixels"
     if "vision_config" in facts.model_config.to_dict():
         raise UserError(
-            f"{facts.config.model_name} is of the type {kind}, a vision-language model that vembed does not know; "
-            f"it knows {', '.join(sorted(VISION_LANGUAGE_TYPES | CLIP_TYPES | SIGLIP_TYPES))}"
+            f"{facts.config.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
+            f"supported: {', '.join(sorted(VISION_LANGUAGE_TYPES | CLIP_TYPES | SIGLIP_TYPES))}"
         )
     if backbones.is_decoder_only(facts.model_config):
         return "text_decoder", f"{reason}: a decoder-only language model"
@@ -135,7 +135,7 @@ class _ImageTower:
 
 
 def _image_tower(facts: Facts) -> _ImageTower:
-    """The second tower of a composed model."""
+    """Return the image tower of a composed model."""
     if facts.config.image_model_name is not None:
         folder = model_folder(facts.config.image_model_name, option="image_model_name")
     else:
@@ -144,7 +144,7 @@ def _image_tower(facts: Facts) -> _ImageTower:
     config = backbones.read_config(folder, trust_remote_code=facts.config.trust_remote_code)
     if not backbones.takes_pixels(config, trust_remote_code=facts.config.trust_remote_code):
         raise UserError(
-            f"image_model_name: {folder} is of the type {config.model_type}, which is no image encoder; "
+            f"image_model_name: {folder} is of the type {config.model_type}, which is not an image encoder; "
             "give one such as a ViT, DINOv2 or ConvNeXt"
         )
     shape = backbones.shape_of(config, "image_encoder", trust_remote_code=facts.config.trust_remote_code)
@@ -154,7 +154,7 @@ def _image_tower(facts: Facts) -> _ImageTower:
 
 
 def _shared_dim(facts: Facts, text_dim: int, image_dim: int) -> int:
-    """Size of the space that both towers of a composed model are projected into."""
+    """Return the size of the space that both towers of a composed model are projected into."""
     if facts.saved is not None and facts.saved.family == "composed":
         return facts.saved.hidden_dim
     if facts.config.composed_dim is not None:
@@ -164,7 +164,7 @@ def _shared_dim(facts: Facts, text_dim: int, image_dim: int) -> int:
     return min(text_dim, image_dim)
 
 
-# ---- how token vectors become one ------------------------------------------------------------------------------
+# ---- pooling and attention -------------------------------------------------------------------------------------
 
 
 def _bidirectional(facts: Facts, family: Family) -> bool:
@@ -174,7 +174,7 @@ def _bidirectional(facts: Facts, family: Family) -> bool:
     if asked and not causal:
         raise UserError(
             f"bidirectional_attention: true is for decoder-only models, and {facts.config.model_name} is of the family "
-            f"{family}, whose tokens see every other one anyway; leave it out"
+            f"{family}, whose attention is already bidirectional; leave it out"
         )
     if causal:
         facts.reasons["bidirectional_attention"] = (
@@ -193,8 +193,8 @@ def _pooling(facts: Facts, family: Family, *, causal: bool) -> Pooling:
         return own
     if family in ("clip", "siglip"):
         raise UserError(
-            f"pooling: {asked} cannot be had from {facts.config.model_name}, whose embedding is the feature that its "
-            f"own {family} projection makes; leave pooling out"
+            f"pooling: {asked} is not available for {facts.config.model_name}, whose embedding is the output of its "
+            f"{family} projection; leave pooling out"
         )
     if family == "image_encoder" and (asked in ("last", "weighted_mean") or (asked == "cls" and own == "own")):
         raise UserError(
@@ -214,16 +214,16 @@ def _pooling(facts: Facts, family: Family, *, causal: bool) -> Pooling:
 
 
 def _own_pooling(facts: Facts, family: Family, *, causal: bool) -> tuple[Pooling | None, str]:
-    """The model's pooling and why; None and the message where its own cannot be had."""
+    """Return the model's own pooling and the reason, or None and an error message if vembed does not support it."""
     if family in ("clip", "siglip"):
         return "own", f"{family} projects its features itself"
     if facts.saved is not None:
-        return facts.saved.pooling, f"{DESCRIPTION_FILE} says so"
+        return facts.saved.pooling, f"from {DESCRIPTION_FILE}"
     if facts.files is not None and facts.files.poolings:
         where = "1_Pooling/config.json"
         if not facts.files.include_prompt:
             return None, (
-                f"{where} of {facts.config.model_name} leaves the prompt out of the pooling, which vembed cannot; "
+                f"{where} of {facts.config.model_name} leaves the prompt out of the pooling, which is not supported; "
                 "set pooling to train with the prompt pooled too"
             )
         if len(facts.files.poolings) > 1 or facts.files.poolings[0] not in get_args(Pooling):
@@ -236,19 +236,19 @@ def _own_pooling(facts: Facts, family: Family, *, causal: bool) -> tuple[Pooling
                 f"{where} of {facts.config.model_name} takes the first token of a causal decoder, which is the same "
                 "for every text; set pooling: last, or bidirectional_attention: true"
             )
-        return cast(Pooling, facts.files.poolings[0]), f"{where} says so"
+        return cast(Pooling, facts.files.poolings[0]), f"from {where}"
     if family == "image_encoder":
         return backbones.image_pooling(facts.model_config)
     if family == "vision_language":
-        return "last", "the end-of-text token, by family: the model brings no pooling of its own"
+        return "last", "the end-of-text token, default of the family (the model defines no pooling)"
     if causal:
         return "last", "a causal decoder's last token is the only one that has seen the whole text"
     if family == "text_decoder":
-        return "mean", "a decoder with bidirectional attention, and the model brings no pooling of its own"
-    return "mean", "by family: the model brings no pooling of its own"
+        return "mean", "a decoder with bidirectional attention (the model defines no pooling)"
+    return "mean", "default of the family (the model defines no pooling)"
 
 
-# ---- sizes and comparison --------------------------------------------------------------------------------------
+# ---- sizes and similarity --------------------------------------------------------------------------------------
 
 
 def _embedding_dim_before_mrl(facts: Facts, hidden_dim: int) -> int:
@@ -264,7 +264,7 @@ def _embedding_dim_before_mrl(facts: Facts, hidden_dim: int) -> int:
 
 
 def _matryoshka(facts: Facts, base_dim: int) -> tuple[tuple[int, ...], int]:
-    """The sizes to train and the size of the embedding."""
+    """Return the Matryoshka sizes and the size of the embedding."""
     config = facts.config
     if not config.use_mrl:
         return tuple(facts.of_saved("mrl_dims") or ()), base_dim
@@ -297,7 +297,7 @@ def _matryoshka(facts: Facts, base_dim: int) -> tuple[tuple[int, ...], int]:
 
 
 def has_mrl_projection(config: TrainConfig, dims: tuple[int, ...], base_dim: int) -> bool:
-    """Whether this run adds an MRL projection behind an embedding of `base_dim`."""
+    """Return True if this run adds an MRL projection to an embedding of `base_dim`."""
     if not config.use_mrl:
         return False
     return max(dims) < base_dim if config.mrl_projection == "auto" else bool(config.mrl_projection)
@@ -323,5 +323,5 @@ def _truncate_dim(facts: Facts, embedding_dim: int) -> int | None:
     own = facts.files.truncate_dim if facts.files is not None else None
     if own is None or own >= embedding_dim:
         return None
-    facts.reasons["truncate_dim"] = "config_sentence_transformers.json says so"
+    facts.reasons["truncate_dim"] = "from config_sentence_transformers.json"
     return own

@@ -1,4 +1,4 @@
-"""The saved model: a folder in the Sentence Transformers layout, complete or not there at all."""
+"""Saving of models: a folder in the Sentence Transformers layout, written atomically."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from vembed.models.processors import load_chat_template, load_tokenizer, save_pr
 log = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "adapter"
-"""Where a merged model keeps the adapter that was merged into it."""
+"""Subfolder with the adapter that was merged into the saved weights."""
 TRAINED_BESIDES_ADAPTERS: tuple[Family, ...] = ("clip", "siglip", "composed")
-"""Families whose backbone has trained parameters of its own besides adapters."""
+"""Families whose backbone has trained parameters besides adapters."""
 ADJUSTED_SETTINGS = ("mask_ratio",)
-"""Settings of a published config.json that embedding changes."""
+"""Settings of a published config.json that vembed changes for embedding."""
 WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
-"""Parts of parameter names that wrappers put in and the saved files must not have."""
+"""Components that wrappers add to parameter names; saved files must not contain them."""
 
 
 def save_model(
@@ -47,21 +47,22 @@ def save_model(
     merge_adapters: bool = True,
     card: Card | None = None,
 ) -> Path:
-    """Write the model to `directory` and return its path; for one process (rank 0), without any collective.
+    """Write the model to `directory` and return its path. Called by one process (rank 0); no collective operations.
 
-    `state` holds the whole EmbeddingModel by its own names (`backbone. ...`, `head. ...`), gathered where the model is
-    sharded; the modules give class and settings alone. `dtype`: what floating point weights are stored in, unless one
-    is too large for it; None keeps them. Adapters are merged into the weights and saved in `adapter/` too, always as
-    they are; with `merge_adapters=False` they are saved instead of the weights. The folder appears under its name when
-    it is complete.
+    `state` holds the full (gathered) EmbeddingModel state dict under its own names (`backbone. ...`, `head. ...`);
+    modules give class and settings only. `dtype`: dtype of stored floating point weights (None: unchanged; float32 if
+    a weight is too large for float16). Adapters are merged into the weights and also saved in `adapter/`; with
+    `merge_adapters=False` the adapter is saved instead of the weights. The folder is renamed once it is complete.
     """
     state = {clean_name(name): tensor.detach().cpu() for name, tensor in state.items()}
     weights = _part(state, "backbone.")
     if not merge_adapters and description.family in TRAINED_BESIDES_ADAPTERS:
-        log.info("save_merged: the whole model is saved: adapters alone would lose its projections, scale and bias")
+        log.info("save_merged: the whole model is saved (adapters alone would lose its projections, scale and bias)")
         merge_adapters = True
     if not merge_adapters and description.bidirectional_attention:
-        log.info("save_merged: the whole model is saved: with adapters alone, others would load its causal attention")
+        log.info(
+            "save_merged: the whole model is saved (with adapters alone, other programs would use causal attention)"
+        )
         merge_adapters = True
     with replaced_folder(Path(directory)) as folder:
         if has_adapters(backbone):
@@ -84,16 +85,16 @@ def save_model(
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """Return a parameter's name without the components added by wrappers."""
     return ".".join(part for part in name.removeprefix("module.").split(".") if part not in WRAPPERS)
 
 
 @contextmanager
 def replaced_folder(target: Path) -> Iterator[Path]:
-    """A new folder to write to, which takes `target`'s name and place when the block ends without an exception."""
+    """Yield a new folder that replaces `target` when the block ends without an exception."""
     target = target.resolve()
     new, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
-    if old.exists() and not target.exists():  # a process was killed between the two renames below
+    if old.exists() and not target.exists():  # an earlier process was killed between the two renames below
         old.rename(target)
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -103,6 +104,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
+    # Rename, not copy: at any moment either the old or the new folder is complete under one of the two names.
     if target.exists():
         target.rename(old)
     new.rename(target)
@@ -112,14 +114,14 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 def _write_backbone(folder: Path, backbone: Any, state: dict[str, Tensor]) -> None:
     floating = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     if isinstance(backbone, PreTrainedModel):
-        # Gathered from shards, a weight under two names is two tensors, of which one is to be stored.
+        # After gathering from shards, tied weights are separate tensors. Store one of them.
         for name, same in backbone.all_tied_weights_keys.items():
             if name in state and same in state:
                 state[name] = state[same]
     with quiet_transformers():
         backbone.save_pretrained(folder, state_dict=state)
-    # save_pretrained writes the dtype that the module has in memory, and loading goes by what the file says: nothing
-    # that is stored may lose digits by it.
+    # save_pretrained writes the module's dtype to config.json, and loading uses it. Write the widest stored dtype, so
+    # that no stored weight is rounded at loading.
     widest = str(functools.reduce(torch.promote_types, floating)).removeprefix("torch.")
     for path in folder.rglob("config.json"):
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -130,7 +132,7 @@ def _write_backbone(folder: Path, backbone: Any, state: dict[str, Tensor]) -> No
 
 
 def _changed_settings(description: ModelDescription, backbone: Any) -> dict[str, Any]:
-    """What this model's config says otherwise than that of the model below its adapter, which is loaded with it."""
+    """Return the config settings that differ from those of the base model, which is loaded under the adapter."""
     mine = backbone.config.to_dict()
     below = read_config(Path(description.source), trust_remote_code=description.trust_remote_code).to_dict()
     return {name: mine[name] for name in ADJUSTED_SETTINGS if name in mine and mine[name] != below.get(name)}
@@ -141,7 +143,7 @@ def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _dtype_that_holds(state: Mapping[str, Tensor], dtype: torch.dtype | None) -> torch.dtype | None:
-    """float16 ends at 65,504: a model with a larger weight is stored as float32."""
+    """Return the dtype to store in: float32 instead of float16 if a weight exceeds 65,504."""
     if dtype != torch.float16:
         return dtype
     for name, tensor in state.items():

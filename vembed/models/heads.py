@@ -1,4 +1,4 @@
-"""Heads, what comes after pooling: Sentence Transformers' Dense modules, the MRL projection, tower projections."""
+"""Heads: the modules after pooling (Dense modules of Sentence Transformers, then the MRL projection)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 class Dense(nn.Module):
-    """A linear layer and an activation, as Sentence Transformers' module of that name."""
+    """A linear layer and an activation, equivalent to the Dense module of Sentence Transformers."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, activation: str = IDENTITY) -> None:
         """`activation`: dotted path of a class in torch.nn, as Sentence Transformers writes it."""
@@ -27,12 +27,12 @@ class Dense(nn.Module):
         self.activation = _activation(activation)
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """[n, in_features] to [n, out_features], in the dtype of the weights."""
+        """Map [n, in_features] to [n, out_features], in the dtype of the weights."""
         activated: Tensor = self.activation(self.linear(vectors.to(self.linear.weight.dtype)))
         return activated
 
     def settings(self) -> dict[str, Any]:
-        """The module's config.json in the Sentence Transformers layout."""
+        """Return the module's config.json in the Sentence Transformers layout."""
         return {
             "in_features": self.linear.in_features,
             "out_features": self.linear.out_features,
@@ -42,24 +42,24 @@ class Dense(nn.Module):
 
 
 class Head(nn.Sequential):
-    """Dense modules in order; computed outside of autocast, since it is small and its output is the embedding."""
+    """Dense modules in sequence. They run outside autocast: they are small, and their output is the embedding."""
 
     def __init__(self, own: Sequence[Dense], added: Dense | None = None) -> None:
-        """`own`: the model's; `added`: the MRL projection of this run, behind them."""
+        """`own`: the model's modules. `added`: this run's MRL projection, which runs last."""
         super().__init__(*own, *([] if added is None else [added]))
         self._has_added = added is not None
 
     @property
     def added(self) -> Dense | None:
-        """The MRL projection that this run has added."""
+        """The MRL projection of this run, or None."""
         return cast(Dense, self[-1]) if self._has_added else None
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """[n, hidden_dim] to [n, embedding_dim]."""
+        """Map [n, hidden_dim] to [n, embedding_dim]."""
         return self._run(vectors, len(self))
 
     def without_last(self, vectors: Tensor) -> Tensor:
-        """What the last module is given."""
+        """Return the input of the last module."""
         return self._run(vectors, len(self) - 1)
 
     def _run(self, vectors: Tensor, count: int) -> Tensor:
@@ -77,12 +77,12 @@ def _activation(path: str) -> nn.Module:
 
 
 def load_dense(folder: Path) -> Dense:
-    """A Dense module as Sentence Transformers saved it."""
+    """Load a Dense module saved by Sentence Transformers."""
     settings = read_json(folder / "config.json")
     if settings is None:
         raise UserError(f"{folder} has no config.json, although modules.json names it as a Dense module")
     if settings.get("use_residual") or settings.get("module_input_name", "sentence_embedding") != "sentence_embedding":
-        raise UserError(f"{folder}: vembed has no Dense modules with a residual or on single tokens")
+        raise UserError(f"{folder}: vembed does not support Dense modules with a residual or on single tokens")
     dense = Dense(
         settings["in_features"],
         settings["out_features"],
@@ -97,7 +97,7 @@ def load_dense(folder: Path) -> Dense:
 
 
 def mrl_projection(in_features: int, out_features: int) -> Dense:
-    """The MRL projection as it starts: the identity's first rows, so that it is a plain cut of the vector."""
+    """Return an MRL projection initialised with the identity's first rows, that is plain truncation."""
     projection = Dense(in_features, out_features)
     with torch.no_grad():
         projection.linear.weight.copy_(torch.eye(out_features, in_features))
@@ -105,14 +105,15 @@ def mrl_projection(in_features: int, out_features: int) -> Dense:
 
 
 def principal_components(sample: Tensor, out_features: int) -> Tensor:
-    """[out_features, dim]: the directions in which the unit vectors of `sample` [n, dim] differ most, strongest first.
+    """Return [out_features, dim], the principal components of the unit vectors of `sample` [n, dim], strongest first.
 
-    Signs are fixed, so that every machine gets the same ones. With fewer rows than directions the rest are any
-    orthogonal ones.
+    Signs are fixed, so that all machines get the same result. If `sample` has fewer rows than components, the remaining
+    ones are arbitrary orthogonal directions.
     """
     unit = nn.functional.normalize(sample.double(), dim=1)
     centred = unit - unit.mean(dim=0)
     covariance = centred.T @ centred
+    # eigh returns ascending eigenvalues with eigenvectors as columns: flip, then transpose to rows.
     directions: Tensor = torch.linalg.eigh(covariance).eigenvectors.flip(1).T[:out_features]
     largest = directions.gather(1, directions.abs().argmax(dim=1, keepdim=True))
     return (directions * largest.sign()).to(sample.dtype)

@@ -13,7 +13,7 @@ from vembed.errors import UserError
 from vembed.models import packing
 from vembed.models.backbones import layers_of
 from vembed.models.description import ModelDescription, Pooling
-from vembed.models.lanes import padding_mask
+from vembed.models.modalities import padding_mask
 from vembed.models.pooling import pool
 from vembed.models.towers import tower_module, towers_of
 

@@ -1,4 +1,4 @@
-"""The files that make a folder one of Sentence Transformers: its modules, their settings, prompts and modalities."""
+"""Files of the Sentence Transformers layout: modules, their settings, prompts and modalities."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ POOLING_FLAGS: dict[Pooling, str] = {
     "weighted_mean": "pooling_mode_weightedmean_tokens",
     "last": "pooling_mode_lasttoken",
 }
-"""Our pooling -> the flag in `1_Pooling/config.json`, which versions 3 to 6 of Sentence Transformers all read."""
+"""Pooling -> its flag in `1_Pooling/config.json`, as read by Sentence Transformers 3 to 6."""
 MODULE = "sentence_transformers.models."
-"""Where versions 3 to 6 of Sentence Transformers all find their modules."""
+"""Module path that Sentence Transformers 3 to 6 all resolve."""
 TWO_TOWERS = "vembed.models.two_towers.TwoTowers"
-"""The first module of a composed model. Sentence Transformers refuses it, rather than load the text tower alone."""
+"""First module of a composed model. Sentence Transformers rejects it instead of loading the text tower alone."""
 
 
 def write_layout(
@@ -37,8 +37,11 @@ def write_layout(
     chat: ChatTemplate | None,
     changed_settings: Mapping[str, Any],
 ) -> None:
-    """modules.json and the files of each module. `chat`: how a vision-language model's messages become a text.
-    `changed_settings`: what is to be set in the config of the model below an adapter that is saved alone."""
+    """Write modules.json and the files of each module.
+
+    `chat`: chat template of a vision-language model. `changed_settings`: settings that override the base model's config
+    when an adapter is saved alone.
+    """
     modules: list[tuple[str, str]] = [("", _backbone_module(description))]
     if description.pooling != "own":
         modules.append(("1_Pooling", MODULE + "Pooling"))
@@ -66,7 +69,7 @@ def write_layout(
 
 
 def write_json(path: Path, values: Any) -> None:
-    """A JSON file, with its folder."""
+    """Write a JSON file and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -74,14 +77,17 @@ def write_json(path: Path, values: Any) -> None:
 def _backbone_module(description: ModelDescription) -> str:
     if description.family == "composed":
         return TWO_TOWERS
-    # Versions before 5.4 have a module of its own for CLIP; later ones read it as what it is, a Transformer.
+    # Versions before 5.4 have a separate module for CLIP; later ones read it as a Transformer.
     return MODULE + ("CLIPModel" if description.family == "clip" else "Transformer")
 
 
 def _backbone_settings(folder: Path, description: ModelDescription, chat: ChatTemplate | None) -> dict[str, Any]:
-    """sentence_bert_config.json. A text model has only what all versions know; without the modalities, version 6 would
-    take any other model for a text model."""
-    if description.lanes == ("text",) or description.family == "composed":
+    """Return sentence_bert_config.json.
+
+    A text model gets only the keys that all versions know. Any other model needs its modalities: without them version 6
+    treats it as a text model.
+    """
+    if description.modalities == ("text",) or description.family == "composed":
         return {"max_seq_length": description.max_length, "do_lower_case": False}
     settings: dict[str, Any] = {"transformer_task": "feature-extraction"}
     if chat is not None:
@@ -113,8 +119,10 @@ def _backbone_settings(folder: Path, description: ModelDescription, chat: ChatTe
 
 
 def _patch_options(folder: Path) -> dict[str, Any]:
-    """What the image processor of a SigLIP 2 for images of any shape is set to: the joint processor that version 6 goes
-    through would take its own defaults."""
+    """Return image processor options of SigLIP 2 with variable resolution.
+
+    The joint processor of version 6 would otherwise use its own defaults.
+    """
     values = read_json(folder / "preprocessor_config.json") or {}
     values = values or (read_json(folder / "processor_config.json") or {}).get("image_processor", {})
     return {key: values[key] for key in ("max_num_patches", "patch_size") if key in values}

@@ -1,4 +1,4 @@
-"""Packing: the texts of a micro-batch end to end in one row, without padding, and attention that keeps them apart."""
+"""Padding-free forward pass: the texts of a micro-batch packed into one row, with attention restricted to each text."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from vembed.models.backbones import is_decoder_only
 from vembed.models.precision import computes_in_half
 
 IMPLEMENTATION = "vembed_packed"
-"""Name under which Transformers finds `attention`; a backbone that was loaded with it packs."""
+"""Name of `attention` in Transformers' registry. A backbone loaded with it packs its texts."""
 TOKENS = "token_index"
-"""Key of inputs: where the real tokens are in the flattened input_ids, found on the host to spare a GPU the wait."""
+"""Input key: positions of real tokens in the flattened input_ids, computed on the host to avoid a GPU sync."""
 MODEL_TYPES = ("bert", "distilbert", "llama", "mistral", "qwen2", "qwen3", "roberta", "xlm-roberta")
-"""Models whose layers hand on what attention needs here, and that take positions as they are given; each is tested."""
+"""Model types whose layers pass extra arguments on to attention and use the given positions; each is tested."""
 _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta")
-"""Models that count positions from behind the padding token's id."""
+"""Model types whose positions start after the padding token's id."""
 _LONGEST_HEAD = 256
 
 
 def why_padded(config: TrainConfig, model: PretrainedConfig, device: torch.device, held: torch.dtype) -> str | None:
-    """Why texts keep their padding in this model on this device; None: they need not. `held`: dtype of the weights."""
+    """Return the reason for padding texts with this model and device; None: they are packed. `held`: weights' dtype."""
     if config.padding_free is False:
         return "padding_free: false"
     if model.model_type not in MODEL_TYPES:
@@ -42,11 +42,13 @@ def why_padded(config: TrainConfig, model: PretrainedConfig, device: torch.devic
         return f"attn_implementation: {config.attn_implementation}"
     if device.type == "cpu":
         return "compiled layers on a CPU" if config.torch_compile else None
-    return _why_no_kernel(model, device) if computes_in_half(config, held) else "flash attention has no float32"
+    return (
+        _why_no_kernel(model, device) if computes_in_half(config, held) else "flash attention does not support float32"
+    )
 
 
 def _why_no_kernel(model: PretrainedConfig, device: torch.device) -> str | None:
-    """What keeps the kernels for texts of different lengths from this model on a GPU."""
+    """Return the reason why no variable-length attention kernel supports this model on a GPU; None: one does."""
     values = model.to_dict()
     heads = int(values.get("num_attention_heads") or values["n_heads"])
     size = int(values.get("head_dim") or int(values.get("hidden_size") or values["dim"]) // heads)
@@ -56,7 +58,7 @@ def _why_no_kernel(model: PretrainedConfig, device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than flash attention allows"
     if size > _LONGEST_HEAD:
-        return f"flash attention has no heads of {size}"
+        return f"flash attention does not support a head size of {size}"
     if is_flash_attn_2_available():
         return None
     if not _torch_has_varlen():
@@ -73,25 +75,27 @@ def _torch_has_varlen() -> bool:
 
 
 def register() -> str:
-    """Make `attention` known to Transformers and return its name."""
+    """Register `attention` with Transformers and return its name."""
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
     return IMPLEMENTATION
 
 
 def packs(backbone: Any) -> bool:
-    """Whether the backbone takes texts without padding."""
+    """Return True if the backbone takes packed texts."""
     return bool(backbone.config._attn_implementation == IMPLEMENTATION)
 
 
 def token_index(mask: Tensor) -> Tensor:
-    """Where the real tokens are in a flattened micro-batch."""
+    """Return the positions of real tokens in a flattened micro-batch."""
     return mask.flatten().nonzero().squeeze(1)
 
 
 def hidden_states(backbone: Any, input_ids: Tensor, mask: Tensor | None, index: Tensor | None) -> Tensor:
-    """[n, tokens, dim] of a padded micro-batch, of which only the real tokens go through the model; zeros elsewhere.
-    `index`: `token_index(mask)`, where it is known."""
+    """Return hidden states [n, tokens, dim] of a padded micro-batch; only real tokens are computed, padding is zero.
+
+    `index`: `token_index(mask)`, if it is known.
+    """
     num_texts, longest = input_ids.shape
     device = input_ids.device
     if mask is None:
@@ -100,6 +104,7 @@ def hidden_states(backbone: Any, input_ids: Tensor, mask: Tensor | None, index: 
     else:
         index = token_index(mask) if index is None else index
         tokens, places = input_ids.flatten()[index], (mask.cumsum(dim=1) - 1).flatten()[index]
+        # Cumulative text lengths with a leading 0: [n + 1].
         starts = functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
     if backbone.config.model_type in _POSITIONS_AFTER_PADDING:
         places = places + backbone.config.pad_token_id + 1
@@ -107,21 +112,22 @@ def hidden_states(backbone: Any, input_ids: Tensor, mask: Tensor | None, index: 
     output: Tensor = backbone(
         input_ids=tokens[None],
         position_ids=places[None],
-        attention_mask=tokens.new_zeros(1, 1, 1, 1),  # a mask of four dimensions is handed on as it is, and not read
+        attention_mask=tokens.new_zeros(1, 1, 1, 1),  # a 4D mask is passed through unchanged, and not used
         packed=Packed(starts.to(torch.int32), longest),
         **arguments,
     ).last_hidden_state[0]
     if index is not None:
+        # Scatter back to the padded layout, out of place for autograd.
         output = output.new_zeros(num_texts * longest, output.shape[1]).index_copy(0, index, output)
     return output.view(num_texts, longest, -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """How a row of tokens is made of texts."""
+    """Boundaries of the texts in a packed row."""
 
     starts: Tensor
-    """int32 [n + 1]: where each text begins, and where the last one ends."""
+    """int32 [n + 1]: start of each text, and the end of the last one."""
     longest: int
 
 
@@ -138,8 +144,7 @@ def attention(
     packed: Packed | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' interface of attention functions; `packed` is handed through the layers. Who calls the backbone
-    without it gets attention as usual."""
+    """Attention function for Transformers. `packed` is passed through the layers; without it, attention is as usual."""
     if packed is None:
         return cpu_kernels.attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
@@ -169,10 +174,11 @@ def _by_kernel(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """flash-attn's kernel where it is installed, otherwise torch's own."""
+    """Run flash-attn's variable-length kernel if it is installed, otherwise torch's. Shapes: [tokens, heads, size]."""
+    # A window of w tokens includes the token itself; -1 means unlimited.
     left = -1 if window is None else window - 1
     sides = (left, 0 if causal else left)
-    if value.dtype == torch.float32:  # rotary positions or norms may have widened them
+    if value.dtype == torch.float32:  # autocast leaves rotary positions and norms in float32; kernels need 16 bits
         narrow = torch.get_autocast_dtype("cuda")
         query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
     query, key = query.to(value.dtype), key.to(value.dtype)
@@ -206,38 +212,42 @@ def _by_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive texts whose scores are computed together, padded among themselves alone."""
+    """Consecutive texts whose scores are computed together, padded to the longest among them."""
 
     tokens: slice
     num_texts: int
     longest: int
     slots: Tensor | None
-    """Which of the num_texts * longest slots hold tokens; None: all."""
+    """Indices of the num_texts * longest slots that hold tokens; None: all."""
     visible: Tensor | None
-    """[num_texts or 1, 1, longest, longest]: which keys a query sees; None: all."""
+    """Bool mask [num_texts or 1, 1, longest, longest], true where a query may attend to a key; None: everywhere."""
 
     def pad(self, tokens: Tensor) -> Tensor:
-        """[tokens, heads, size] to [texts, heads, longest, size], zeros where nothing is."""
+        """Map [tokens, heads, size] to [texts, heads, longest, size], with zeros in empty slots."""
         num_slots = self.num_texts * self.longest
         if self.slots is not None:
             tokens = tokens.new_zeros(num_slots, *tokens.shape[1:]).index_copy_(0, self.slots, tokens)
         return tokens.view(self.num_texts, self.longest, *tokens.shape[1:]).transpose(1, 2)
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """The way back."""
+        """Undo `pad`: map [texts, heads, longest, size] to [tokens, heads, size]."""
         tokens = padded.transpose(1, 2).reshape(-1, padded.shape[1], padded.shape[3])
         return tokens if self.slots is None else tokens.index_select(0, self.slots)
 
 
 @lru_cache(maxsize=8)
 def cut(starts: tuple[int, ...], scores_at_once: int, causal: bool, window: int | None) -> tuple[Piece, ...]:
-    """The pieces of a packed row: as many texts in each as have no more scores than that, or one."""
+    """Return the pieces of a packed row. Each has at most `scores_at_once` scores per head, or a single text.
+
+    Cached, since all layers of a forward pass use the same pieces.
+    """
     lengths = [end - start for start, end in pairwise(starts)]
     pieces = []
     first = 0
     while first < len(lengths):
         last, longest = first + 1, lengths[first]
         while last < len(lengths):
+            # Adding a text pads all texts of the piece to the new longest.
             wider = max(longest, lengths[last])
             if (last + 1 - first) * wider**2 > scores_at_once:
                 break
@@ -253,6 +263,7 @@ def _piece(tokens: slice, lengths: list[int], longest: int, causal: bool, window
     slots = None if min(lengths) == longest else real.flatten().nonzero().squeeze(1)
     visible = None if slots is None else real[:, None, None, :].expand(-1, 1, longest, -1)
     if causal or window is not None:
+        # [longest, longest]: key position less query position; positive lies in the future.
         ahead = place[None, :] - place[:, None]
         allowed = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
         if window is not None:
@@ -286,7 +297,7 @@ def _dropped(
 
 
 class _DroppedPieces(torch.autograd.Function):
-    """dropout(softmax(q k^T * scaling)) v, piece by piece; keeps probabilities and draws."""
+    """dropout(softmax(q k^T * scaling)) v, piece by piece. Saves probabilities and dropout masks for backward."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Pooling: token vectors to one vector per text, the same as Sentence Transformers' Pooling module computes it."""
+"""Pooling of token vectors to one vector per text, equal to Sentence Transformers' Pooling module."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from vembed.models.description import Pooling
 
 
 def pool(pooling: Pooling, hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """[n, tokens, dim] to [n, dim] in at least float32. `mask` [n, tokens] is 1 on real tokens, at either side of the
-    padding; None: there is no padding."""
+    """Map [n, tokens, dim] to [n, dim], in at least float32.
+
+    `mask` [n, tokens] is 1 on real tokens, with the padding on either side; None: no padding.
+    """
     if hidden.dtype in (torch.bfloat16, torch.float16):
         hidden = hidden.float()
     return _POOLINGS[pooling](hidden, mask)
@@ -21,12 +23,14 @@ def pool(pooling: Pooling, hidden: Tensor, mask: Tensor | None) -> Tensor:
 def _cls(hidden: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return hidden[:, 0]
+    # argmax returns the first maximum, that is the first real token.
     return _take(hidden, mask.int().argmax(dim=1))
 
 
 def _last(hidden: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return hidden[:, -1]
+    # The first real token of the flipped mask is the last one.
     return _take(hidden, mask.shape[1] - 1 - mask.int().flip(1).argmax(dim=1))
 
 
@@ -38,7 +42,7 @@ def _mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _weighted_mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """The k-th token counts k times; padding counts as no position."""
+    """Return the mean with weight k for the k-th real token."""
     if mask is None:
         mask = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
     weight = (mask.cumsum(dim=1) * mask).to(hidden.dtype)

@@ -1,4 +1,4 @@
-"""Precision and kernels: dtypes of weights, the attention kernel, gradient checkpointing, compilation, batch norms."""
+"""Precision and kernels: dtypes of weights, attention implementation, recomputation, compilation, batch norms."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _NAMES_IN_FILES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.fl
 
 
 def wanted_dtype(config: TrainConfig) -> torch.dtype | Literal["auto"]:
-    """Dtype of weights that are not trained; `auto`: as they are in the file."""
+    """Return the dtype of frozen weights; `auto`: as in the file."""
     return "auto" if config.torch_dtype == "auto" else _DTYPES[config.torch_dtype]
 
 
 def trained_dtype(config: TrainConfig) -> torch.dtype | Literal["auto"]:
-    """Dtype of weights that are trained: float32 masters, unless the user wants none."""
+    """Return the dtype of trained weights: float32 masters, unless pure_dtype is set."""
     return wanted_dtype(config) if config.pure_dtype else torch.float32
 
 
 def frozen_dtype(config: TrainConfig, own: torch.dtype) -> torch.dtype:
-    """Dtype of weights that are not trained, where the file has them in the dtype `own`."""
+    """Return the dtype of frozen weights whose file has the dtype `own`."""
     wanted = wanted_dtype(config)
     return own if wanted == "auto" else wanted
 
 
 def saved_dtype(config: TrainConfig, description: ModelDescription) -> torch.dtype | None:
-    """Dtype that the trained model is stored in; None: as its weights are held."""
+    """Return the dtype to store the trained model in; None: the dtype that its weights have."""
     if config.save_dtype != "auto":
         return _DTYPES[config.save_dtype]
     folders = [Path(one) for one in (description.source, description.image_source) if one is not None]
@@ -54,10 +54,11 @@ def saved_dtype(config: TrainConfig, description: ModelDescription) -> torch.dty
 
 
 def dtype_in_files(folder: Path) -> torch.dtype:
-    """Dtype of most of the weights in a folder's files, whatever its config.json says."""
+    """Return the most frequent weight dtype in a folder's files, whatever its config.json says."""
     sizes: Counter[str] = Counter()
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
+            # A safetensors file begins with the header's length as 8 bytes, little-endian, then the JSON header.
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         for name, tensor in header.items():
             if name != "__metadata__" and tensor["dtype"] in _NAMES_IN_FILES:
@@ -66,15 +67,17 @@ def dtype_in_files(folder: Path) -> torch.dtype:
 
 
 def computes_in_half(config: TrainConfig, held: torch.dtype) -> bool:
-    """Whether attention gets 16 bits from weights held in a dtype. `pure_dtype` comes without autocast in use."""
+    """Return True if attention runs in 16 bits for weights of dtype `held`. pure_dtype disables autocast."""
     return held in (torch.bfloat16, torch.float16) or (config.mixed_precision != "no" and not config.pure_dtype)
 
 
 def attention_kernel(
     config: TrainConfig, backbone: type[PreTrainedModel], device: torch.device, held: torch.dtype
 ) -> tuple[str | None, str]:
-    """The attention implementation to load with, and why; None: the model's own, where it offers no choice. `held`:
-    dtype of the weights."""
+    """Return the attention implementation to load and the reason; None: the model's default.
+
+    `held`: dtype of the weights.
+    """
     asked = config.attn_implementation
     has_sdpa, has_flash = bool(backbone._supports_sdpa), bool(backbone._supports_flash_attn)
     if asked == "flash_attention_2":
@@ -88,7 +91,7 @@ def attention_kernel(
     if asked == "sdpa" and not has_sdpa:
         raise UserError(f"attn_implementation: {backbone.__name__} has no sdpa; use auto or eager")
     if asked != "auto":
-        return asked, "attn_implementation says so"
+        return asked, "attn_implementation in the config"
     reason = _why_no_flash(config, has_flash, device, held)
     if reason is None:
         return "flash_attention_2", "auto: flash-attn is installed and the GPU allows it"
@@ -99,25 +102,26 @@ def _why_no_flash(config: TrainConfig, has_flash: bool, device: torch.device, he
     if device.type != "cuda":
         return "no CUDA GPU"
     if not has_flash:
-        return "this model has no flash-attn"
+        return "this model does not support flash-attn"
     if not is_flash_attn_2_available():
         return "flash-attn is not installed"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than flash-attn allows"
     if not computes_in_half(config, held):
-        return "flash-attn has no float32"
+        return "flash-attn does not support float32"
     return None
 
 
 def wants_checkpointing(config: TrainConfig) -> bool:
-    """Whether activations are recomputed in the backward pass."""
+    """Return True if activations are recomputed in the backward pass."""
     if config.gradient_checkpointing is not None:
         return config.gradient_checkpointing
     return config.use_fsdp or config.strategy == "fsdp"
 
 
 def enable_checkpointing(layers: list[nn.Module]) -> None:
-    """Recompute each layer in the backward pass of training mode; the layers need no trainable parameter for it."""
+    """Recompute each layer in the backward pass of training mode, also layers without trainable parameters."""
+    # Reentrant checkpointing gives no gradient if no input requires grad, as below frozen embeddings with adapters.
     recompute = partial(checkpoint, use_reentrant=False)
     for layer in layers:
         if isinstance(layer, GradientCheckpointingLayer):
@@ -134,13 +138,13 @@ def _recomputed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
 
 
 def compile_layers(layers: list[nn.Module]) -> None:
-    """Compile each layer once for all lengths: the compiled code takes the number of rows and tokens as it comes."""
+    """Compile each layer once, with dynamic numbers of rows and tokens."""
     for layer in layers:
         layer.compile(dynamic=True)
 
 
 def share_batch_norms(model: nn.Module, device: torch.device) -> int:
-    """Turn batch norms into ones that share statistics among processes, and return how many there were."""
+    """Replace batch norms by SyncBatchNorm and return their number."""
     found = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if found and device.type == "cpu":
         raise UserError(f"sync_batchnorm: true needs GPUs for this model's {len(found):,d} batch norms; leave it out")

@@ -1,5 +1,4 @@
-"""What turns raw inputs into a model's inputs: tokenizer, image processor and chat template, loaded and set up in the
-one way that all parts share, and saved with the model."""
+"""Tokenizer, image processor and chat template of a model: loading, set-up and saving."""
 
 from __future__ import annotations
 
@@ -22,24 +21,24 @@ PROCESSOR_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
-"""What a processor consists of besides its tokenizer and its chat template."""
+"""Files of a processor besides its tokenizer and chat template."""
 END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How a vision-language model's messages become one text."""
+    """Chat template that converts a vision-language model's messages to text."""
 
     template: str
     options: dict[str, Any]
-    """What the template is called with."""
+    """Arguments for the template."""
 
 
 def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
-    """The model's tokenizer with the description's length and padding side, and with a padding token."""
+    """Return the model's tokenizer with the description's maximum length and padding side, and a padding token."""
     source = description.source
     try:
-        # Given here and not set afterwards, or saving the tokenizer would leave them out.
+        # Pass these at loading: set later, they would be missing from the saved tokenizer.
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source,
             trust_remote_code=description.trust_remote_code,
@@ -49,10 +48,10 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"the tokenizer of {source} cannot be loaded: {_first_line(error)}") from error
     if description.family == "siglip":
-        # SigLIP was trained without a mask over its padding; saying so keeps other programs from making one.
+        # SigLIP was trained without an attention mask; this keeps other programs from creating one.
         tokenizer.model_input_names = ["input_ids"]
     if tokenizer.pad_token is None:
-        # Padding is masked everywhere, so which token it is does not matter; that there is one does.
+        # Any token serves as padding, since padding is masked everywhere.
         if tokenizer.eos_token is None:
             raise UserError(f"the tokenizer of {source} has neither a padding nor an end token; add `pad_token` to it")
         tokenizer.pad_token = tokenizer.eos_token
@@ -63,7 +62,7 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
 
 
 def load_image_processor(description: ModelDescription) -> Any:
-    """The model's image processor, with the description's limits of an image's area."""
+    """Return the model's image processor with the description's limits on the image area."""
     source = description.image_source or description.source
     try:
         processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=description.trust_remote_code)
@@ -83,11 +82,11 @@ def load_image_processor(description: ModelDescription) -> Any:
 
 
 def load_chat_template(description: ModelDescription, tokenizer: Any) -> ChatTemplate:
-    """The folder's chat template, and how Sentence Transformers calls it.
+    """Return the folder's chat template and the arguments that Sentence Transformers calls it with.
 
-    Vision-language embedders pool over an end-of-text token behind the opened answer. A folder whose Sentence
-    Transformers files know chats is taken as it is; for any other the answer is opened, and the token, where the
-    tokenizer does not add one by itself, becomes part of the template.
+    Vision-language embedders pool over an end-of-text token after the generation prompt. A folder whose Sentence
+    Transformers files define messages is used unchanged. Otherwise the generation prompt is added, and the end-of-text
+    token becomes part of the template unless the tokenizer adds it.
     """
     folder = Path(description.source)
     old_file = read_json(folder / "chat_template.json") or {}
@@ -106,21 +105,20 @@ def load_chat_template(description: ModelDescription, tokenizer: Any) -> ChatTem
 
 
 def save_processors(description: ModelDescription, folder: Path) -> None:
-    """Write what the model's inputs are made with into its saved folder, set up as it was used."""
-    if "text" in description.lanes:
+    """Save tokenizer and image processor into the model's folder, with the settings that were used."""
+    if "text" in description.modalities:
         tokenizer = load_tokenizer(description)
         if description.family == "vision_language":
             tokenizer.chat_template = load_chat_template(description, tokenizer).template
         tokenizer.save_pretrained(folder)
         _write_for_all_versions(folder / "tokenizer_config.json")
-    if description.lanes != ("text",):
+    if description.modalities != ("text",):
         target = folder / IMAGE_TOWER_FOLDER if description.image_source else folder
         _copy_image_processor(description, target)
 
 
 def _write_for_all_versions(path: Path) -> None:
-    """Transformers 5 renamed things that version 4, which Sentence Transformers 3 to 5.1 run on, looks for; version 5
-    reads the old names as well."""
+    """Write the key names of Transformers 4 (used by Sentence Transformers 3 to 5.1); version 5 reads them as well."""
     values = read_json(path)
     if values.get("tokenizer_class") == "TokenizersBackend":
         values["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -132,8 +130,10 @@ def _write_for_all_versions(path: Path) -> None:
 
 
 def _copy_image_processor(description: ModelDescription, folder: Path) -> None:
-    """The files as they are, since not every machine can load all that they describe (videos), but for the limits of
-    an image's area."""
+    """Copy the processor files, with this run's limits on the image area.
+
+    They are copied, not saved from a loaded processor: not every machine can load all of them (videos).
+    """
     folder.mkdir(exist_ok=True)
     source = Path(description.image_source or description.source)
     for name in PROCESSOR_FILES:
@@ -154,7 +154,7 @@ def _copy_image_processor(description: ModelDescription, folder: Path) -> None:
 
 
 def _add_lowercase(tokenizer: Any) -> None:
-    """Sentence Transformers' `do_lower_case`, made part of the tokenizer so that it is saved with it."""
+    """Add Sentence Transformers' `do_lower_case` to the tokenizer's normalizer, so that it is saved with it."""
     normalizer = tokenizer.backend_tokenizer.normalizer
     steps: list[Any] = [normalizer] if normalizer else []
     if isinstance(normalizer, NormalizerSequence):

@@ -1,4 +1,4 @@
-"""The prompts that published models were trained with but do not carry in their own files, by model name."""
+"""Prompts of published models whose own files do not contain them, by model name."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PUBLISHED: tuple[tuple[str, str, str, str], ...] = (
     (r"qwen3-embedding-(0\.6b|4b|8b)", _WEB_SEARCH + "Query:", "", "Qwen3-Embedding"),
     (r"qwen3-vl-embedding-(2b|8b)", "Represent the user's input.", "Represent the user's input.", "Qwen3-VL-Embedding"),
 )
-"""Pattern of the whole last part of the name (lower case), query prompt, document prompt, what it is."""
+"""Pattern of the name's last part (lower case), query prompt, document prompt, model series."""
 
 
 def published_prompts(name: str) -> tuple[str, str, str] | None:
-    """Query prompt, document prompt and the reason, for a model known by its name."""
+    """Return query prompt, document prompt and reason for a model known by name; otherwise None."""
     last = name.rstrip("/").rsplit("/", 1)[-1].lower()
     for pattern, query, document, what in PUBLISHED:
         if re.fullmatch(pattern, last):

@@ -1,4 +1,4 @@
-"""Weights in 4 bits: how they are asked for when a model is loaded, and what they are in full numbers."""
+"""4-bit weights: the config to load them, and their dequantised values."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 def arithmetic_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Dtype that the run computes in: what 4-bit weights are unpacked to, and stored as. FSDP gathers parameters in
-    this dtype, and would garble packed weights that are stored as another one."""
+    """Return the compute dtype of the run, in which 4-bit weights are unpacked and their packed bytes are stored.
+
+    FSDP gathers parameters in this dtype. Packed weights stored in another dtype would be converted and corrupted.
+    """
     if config.fsdp_param_dtype is not None:
         return _DTYPES[config.fsdp_param_dtype]
     if config.mixed_precision == "auto":
@@ -28,12 +30,12 @@ def arithmetic_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
 
 
 def quieten_bitsandbytes() -> None:
-    """Call it before bitsandbytes is imported, which warns of a kernel that it would like to fetch from the Hub."""
+    """Silence bitsandbytes' import warning about a kernel on the Hub. Call this before bitsandbytes is imported."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def four_bit(dtype: torch.dtype, skip: list[str]) -> BitsAndBytesConfig:
-    """The request to load linear layers in 4 bits (nf4, scales quantised too), all but those in `skip`."""
+    """Return the config to load linear layers in 4 bits (nf4, double quantisation), except those in `skip`."""
     if find_spec("bitsandbytes") is None:
         raise UserError("use_qlora: true needs the package bitsandbytes; install it, or set use_qlora: false")
     quieten_bitsandbytes()
@@ -48,19 +50,19 @@ def four_bit(dtype: torch.dtype, skip: list[str]) -> BitsAndBytesConfig:
 
 
 def settle(model: nn.Module) -> None:
-    """Keep 4-bit weights as they are on CPUs: an evaluation would repack them into a layout that cannot train."""
+    """Keep the layout of 4-bit weights on CPUs: evaluation would repack them into a layout that cannot be trained."""
     for module in model.modules():
         if is_quantized(module):
             vars(module)["support_avx512bf16_for_cpu"] = False
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether the module is a linear layer in 4 bits."""
+    """Return True for a linear layer in 4 bits."""
     return isinstance(module, nn.Linear) and "quant_state" in vars(module)
 
 
 def dequantized(module: Any, packed: Tensor) -> Tensor:
-    """[out, in] float32: what the packed weight of this layer counts as."""
+    """Return the dequantised weight [out, in] of a 4-bit layer in float32."""
     from bitsandbytes.functional import dequantize_4bit
 
     state = module.quant_state
@@ -69,7 +71,7 @@ def dequantized(module: Any, packed: Tensor) -> Tensor:
 
 
 def rounded_to_four_bits(weight: Tensor) -> Tensor:
-    """What a weight becomes when it is put into 4 bits and taken out again, in its own dtype."""
+    """Return the weight quantised to 4 bits and dequantised again, in its own dtype."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)

@@ -1,4 +1,4 @@
-"""Where a model's files are: a local folder or the Hub, and what the small JSON files in it say. No weights here."""
+"""Locations of a model's files (local folder or Hub) and their small JSON files. No weights are read here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _POOLING_NAMES = {"weightedmean": "weighted_mean", "lasttoken": "last"}
 
 
 def model_folder(name: str, revision: str | None = None, *, option: str = "model_name") -> Path:
-    """The local folder of a model; a Hub model is fetched into the Hub's cache first."""
+    """Return the local folder of a model; a Hub model is downloaded into the Hub's cache first."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve()
@@ -62,7 +62,7 @@ def model_folder(name: str, revision: str | None = None, *, option: str = "model
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file; None where there is none."""
+    """Read a JSON file; None if it does not exist."""
     if not path.is_file():
         return None
     try:
@@ -73,27 +73,27 @@ def read_json(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class SentenceTransformersFiles:
-    """What a folder saved by Sentence Transformers says about the model."""
+    """Settings from a folder saved by Sentence Transformers."""
 
     backbone: Path
     """Folder of weights, config and tokenizer."""
     poolings: tuple[str, ...] = ()
-    """How token vectors become one, in vembed's words; several where they are concatenated."""
+    """Poolings under vembed's names; several if they are concatenated."""
     include_prompt: bool = True
-    """False: tokens of the prompt are left out of the pooling."""
+    """False: prompt tokens are excluded from pooling."""
     dense: tuple[Path, ...] = ()
     """Folders of Dense modules, in order."""
     normalize: bool = False
     max_length: int | None = None
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
-    """Text put before everything whose kind has no prompt of its own."""
+    """Prompt for inputs whose kind has no prompt of its own."""
     similarity: str | None = None
     truncate_dim: int | None = None
 
 
 def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None:
-    """The Sentence Transformers files of a folder; None where it has none."""
+    """Read the Sentence Transformers files of a folder; None if it has none."""
     modules = read_json(folder / "modules.json")
     if modules is None:
         return None
@@ -115,8 +115,8 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
             normalize = True
         elif kind != "Dropout" or _is_own_code(module):
             raise UserError(
-                f"{folder / 'modules.json'}: vembed has no module of the kind {module['type']} "
-                "(it knows Transformer, CLIPModel, Pooling, Dense and Normalize)"
+                f"{folder / 'modules.json'}: unsupported module type {module['type']} "
+                "(supported: Transformer, CLIPModel, Pooling, Dense and Normalize)"
             )
     values = read_json(folder / "config_sentence_transformers.json") or {}
     prompts = {str(name): str(text) for name, text in (values.get("prompts") or {}).items() if text is not None}
@@ -136,7 +136,7 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
 
 
 def _max_length(backbone: Path) -> int | None:
-    """From sentence_bert_config.json, which older versions named after other architectures too."""
+    """Read the maximum length from sentence_bert_config.json; older versions named the file after other models."""
     for path in sorted(backbone.glob("sentence_*_config.json")):
         length = (read_json(path) or {}).get("max_seq_length")
         if length is not None:
@@ -146,19 +146,19 @@ def _max_length(backbone: Path) -> int | None:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The folders that a model is read from."""
+    """Folders that a model is read from."""
 
     folder: Path
-    """What the user named."""
+    """Folder that the user named."""
     backbone: Path
-    """Weights, config and tokenizer."""
+    """Folder of weights, config and tokenizer."""
     adapter: Path | None
-    """An adapter on top of the backbone's weights; the folder that the user named holds no others."""
+    """Folder of an adapter for the backbone's weights; None without one."""
     sentence_transformers: SentenceTransformersFiles | None
 
 
 def read_model(name: str, revision: str | None = None) -> ModelFiles:
-    """Find a model's files; a folder that holds an adapter alone names the model that the adapter belongs to."""
+    """Locate a model's files. For a folder with an adapter alone, follow the base model that it names."""
     folder = model_folder(name, revision)
     files = read_sentence_transformers(folder)
     backbone = folder if files is None else files.backbone
@@ -172,18 +172,20 @@ def read_model(name: str, revision: str | None = None) -> ModelFiles:
 
 
 def _is_own_code(module: dict[str, Any]) -> bool:
-    """Whether a module is Python code that the folder brings along."""
+    """Return True if a module is custom Python code in the folder."""
     return not str(module["type"]).startswith(("sentence_transformers.", "vembed."))
 
 
 def _reads_chats(folder: Path) -> bool:
-    """Vision-language models had code of their own (GME) before Sentence Transformers knew chat templates; what it does
-    is what vembed does with the template."""
+    """Return True for vision-language models.
+
+    Before Sentence Transformers supported chat templates they had custom code (GME); vembed's template is equivalent.
+    """
     return "vision_config" in (read_json(folder / "config.json") or {})
 
 
 def _poolings(settings: dict[str, Any]) -> tuple[str, ...]:
-    """The old files have one flag for each way of pooling, the new ones a name or a list of names."""
+    """Return the poolings. Old files have one flag per pooling, new files a name or a list of names."""
     modes = settings.get("pooling_mode")
     if modes is None:
         return tuple(name for flag, name in _POOLING_FLAGS.items() if settings.get(flag)) or ("mean",)

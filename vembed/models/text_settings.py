@@ -1,4 +1,4 @@
-"""What a model does with texts: the prompts before them, how long they may be, and which side is padded."""
+"""Text settings of a model: prompts, maximum length and padding side."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from vembed.models.prompts import published_prompts
 
 LONGEST_BY_DEFAULT = 512
 LONGEST_BY_DEFAULT_WITH_IMAGES = 8192
-"""Vision-language models: the tokens of an item's images count too, and none of them may be cut off."""
+"""Default for vision-language models. Image tokens count too and must not be truncated."""
 _OFFSET_POSITIONS = frozenset(
     {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "roberta-prelayernorm"}
 )
-"""Model types whose positions begin behind the padding token's index, so that fewer are left for text."""
+"""Model types whose positions start after the padding token's id, which leaves fewer for the text."""
 
 
 def prompts(facts: Facts) -> tuple[str, str]:
-    """The texts put before queries and before documents."""
+    """Return the prompts of queries and documents."""
     return _prompt(facts, "query", ("query",)), _prompt(facts, "document", ("document", "passage", "corpus"))
 
 
@@ -30,7 +30,7 @@ def _prompt(facts: Facts, kind: Literal["query", "document"], names: tuple[str, 
         facts.reasons[key] = f"{key} in the config"
         return asked
     if facts.saved is not None:
-        facts.reasons[key] = f"{DESCRIPTION_FILE} says so"
+        facts.reasons[key] = f"from {DESCRIPTION_FILE}"
         return facts.saved.query_prompt if kind == "query" else facts.saved.document_prompt
     if facts.files is not None:
         for name in names:
@@ -48,7 +48,7 @@ def _prompt(facts: Facts, kind: Literal["query", "document"], names: tuple[str, 
 
 
 def max_length(facts: Facts, family: Family) -> int:
-    """Longest text in tokens."""
+    """Return the maximum text length in tokens."""
     asked = facts.config.max_length
     text = facts.model_config.get_text_config()
     positions = text.to_dict().get("max_position_embeddings")
@@ -74,11 +74,14 @@ def max_length(facts: Facts, family: Family) -> int:
         facts.reasons["max_length"] = "max_length in the config"
         return asked
     longest = LONGEST_BY_DEFAULT_WITH_IMAGES if family == "vision_language" else LONGEST_BY_DEFAULT
-    limits = {"positions in config.json": positions, f"at most {longest} unless max_length says otherwise": longest}
+    limits = {
+        "positions in config.json": positions,
+        f"default limit of {longest}; set max_length to change it": longest,
+    }
     if facts.saved is not None:
-        limits = {f"{DESCRIPTION_FILE} says so": facts.saved.max_length}
+        limits = {f"from {DESCRIPTION_FILE}": facts.saved.max_length}
     elif facts.files is not None and facts.files.max_length is not None:
-        limits["sentence_bert_config.json says so"] = facts.files.max_length
+        limits["sentence_bert_config.json"] = facts.files.max_length
     else:
         limits["model_max_length in tokenizer_config.json"] = facts.of_tokenizer("model_max_length")
     known = {why: int(limit) for why, limit in limits.items() if limit is not None and limit > 0}
@@ -88,7 +91,10 @@ def max_length(facts: Facts, family: Family) -> int:
 
 
 def padding_side(facts: Facts, family: Family) -> Literal["left", "right"]:
-    """Decoders with rotary positions keep their tokenizer's side; all others count positions from the first token."""
+    """Return the padding side: the tokenizer's for decoders with rotary positions, otherwise right.
+
+    Absolute positions count from the first token, so left padding would shift them.
+    """
     if facts.of_tokenizer("padding_side") != "left":
         return "right"
     if is_causal(facts, family) and "rope_parameters" in facts.model_config.get_text_config().to_dict():

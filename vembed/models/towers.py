@@ -1,4 +1,4 @@
-"""Towers: which parameters belong to which tower of a family, what is frozen, and what therefore needs no training."""
+"""Towers of a model: their parameters, and freezing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from vembed.errors import UserError
 from vembed.models.backbones import is_never_used, layers_of
-from vembed.models.description import Family, Lane, Pooling
+from vembed.models.description import Family, Modality, Pooling
 
 log = logging.getLogger(__name__)
 
@@ -25,25 +25,29 @@ _PREFIXES: dict[Family, dict[str, str]] = {
     "composed": {"text": "text_model.", "vision": "vision_model."},
     "vision_language": {"text": "language_model.", "vision": "visual."},
 }
-"""Family -> tower -> what names of its parameters in the backbone begin with."""
-_LANE_TOWERS: dict[Lane, tuple[str, ...]] = {"text": ("text",), "image": ("vision",), "vision": ("text", "vision")}
+"""Family -> tower -> prefix of its parameter names in the backbone."""
+_MODALITY_TOWERS: dict[Modality, tuple[str, ...]] = {
+    "text": ("text",),
+    "image": ("vision",),
+    "multimodal": ("text", "vision"),
+}
 _INPUT_EMBEDDINGS = re.compile(r"(^|\.)(embeddings|embed_tokens|shared|wte|wpe|patch_embed|pos_embed)(\.|$)")
 LOSS_PARAMETERS = ("logit_scale", "logit_bias")
-"""Parameters of CLIP and SigLIP that belong to the loss, which learns its own."""
+"""Parameters of CLIP and SigLIP that the loss replaces by its own."""
 
 
 def towers_of(family: Family) -> dict[str, str]:
-    """Tower (`text`, `vision`) -> prefix of its parameters in the backbone."""
+    """Return tower (`text`, `vision`) -> prefix of its parameter names in the backbone."""
     return _PREFIXES[family]
 
 
-def towers_of_lane(lane: Lane) -> tuple[str, ...]:
-    """The towers that a lane's inputs go through."""
-    return _LANE_TOWERS[lane]
+def towers_of_modality(modality: Modality) -> tuple[str, ...]:
+    """Return the towers that a modality's inputs pass through."""
+    return _MODALITY_TOWERS[modality]
 
 
 def frozen_towers(backbone: nn.Module, family: Family) -> list[str]:
-    """Towers of which no parameter is trained."""
+    """Return the towers without trained parameters."""
     trained = [name for name, parameter in backbone.named_parameters() if parameter.requires_grad]
     return [
         tower for tower, prefix in towers_of(family).items() if not any(name.startswith(prefix) for name in trained)
@@ -51,13 +55,15 @@ def frozen_towers(backbone: nn.Module, family: Family) -> list[str]:
 
 
 def tower_module(backbone: nn.Module, family: Family, tower: str) -> nn.Module:
-    """The module that is the tower; the backbone itself where there is one tower alone."""
+    """Return the tower's module; the backbone itself if it has a single tower."""
     return backbone.get_submodule(towers_of(family)[tower].removesuffix("."))
 
 
 def freeze_unused(backbone: nn.Module, family: Family, image_pooling: Pooling | None) -> list[str]:
-    """Freeze parameters that no embedding depends on, and return their names: they would get no gradient, and stop
-    those who wait for one."""
+    """Freeze parameters that no embedding depends on, and return their names.
+
+    They would never get a gradient, and DDP and FSDP would wait for it.
+    """
     unused = []
     norms_left_out = _norms_of_own_pooling(backbone, family) if image_pooling != "own" else ()
     for name, parameter in backbone.named_parameters():
@@ -65,14 +71,16 @@ def freeze_unused(backbone: nn.Module, family: Family, image_pooling: Pooling | 
             parameter.requires_grad = False
             unused.append(name)
     if named := [name for name in unused if name not in LOSS_PARAMETERS]:
-        log.info("not trained, since no embedding depends on them: %s", ", ".join(named))
+        log.info("frozen: %s (no embedding depends on them)", ", ".join(named))
     if of_loss := [name for name in unused if name in LOSS_PARAMETERS]:
-        log.info("%s: the loss's, trained with loss: sigmoid or learn_temperature: true alone", ", ".join(of_loss))
+        log.info(
+            "frozen: %s (the loss learns its own with loss: sigmoid or learn_temperature: true)", ", ".join(of_loss)
+        )
     return unused
 
 
 def _norms_of_own_pooling(backbone: nn.Module, family: Family) -> tuple[str, ...]:
-    """ConvNeXt's last norm stands behind its own pooling, so any other pooling leaves it out."""
+    """Return ConvNeXt's final norm: it follows the model's own pooling, so other poolings do not use it."""
     if family not in ("image_encoder", "composed"):
         return ()
     vision: Any = tower_module(backbone, family, "vision")
@@ -82,7 +90,7 @@ def _norms_of_own_pooling(backbone: nn.Module, family: Family) -> tuple[str, ...
 
 
 def freeze_parts(backbone: nn.Module, family: Family, parts: Sequence[str]) -> None:
-    """Freeze what the option `freeze` names."""
+    """Freeze the parts named by the option `freeze`."""
     names = names_frozen_by(backbone, family, parts)
     for name, parameter in backbone.named_parameters():
         if name in names:
@@ -90,7 +98,7 @@ def freeze_parts(backbone: nn.Module, family: Family, parts: Sequence[str]) -> N
 
 
 def names_frozen_by(backbone: nn.Module, family: Family, parts: Sequence[str]) -> set[str]:
-    """Names of the backbone's parameters that the option `freeze` names."""
+    """Return the names of the backbone parameters that the option `freeze` selects."""
     frozen: set[str] = set()
     for part in parts:
         names = _names_of(backbone, family, part)
@@ -103,7 +111,9 @@ def _names_of(backbone: nn.Module, family: Family, part: str) -> set[str]:
     every = [name for name, _ in backbone.named_parameters()]
     if part in ("text", "vision"):
         if part not in towers_of(family):
-            raise UserError(f"freeze: {part} is no tower of this {family} model; it has {', '.join(towers_of(family))}")
+            raise UserError(
+                f"freeze: {part} is not a tower of this {family} model; it has {', '.join(towers_of(family))}"
+            )
         return {name for name in every if name.startswith(towers_of(family)[part])}
     layers = _layer_prefixes(backbone)
     if part == "embeddings":
@@ -127,7 +137,7 @@ def _names_of(backbone: nn.Module, family: Family, part: str) -> set[str]:
 
 
 def _layer_prefixes(backbone: nn.Module) -> list[list[str]]:
-    """The name of each layer, with a dot, in order; one list for each stack of layers."""
+    """Return the name prefixes of the layers in order, with a trailing dot; one list per stack of layers."""
     layers = {id(layer) for layer in layers_of(backbone)}
     stacks: dict[str, list[str]] = {}
     for name, module in backbone.named_modules():

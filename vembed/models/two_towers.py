@@ -1,4 +1,4 @@
-"""TwoTowers: any text encoder and any image encoder with projections into one space, as a backbone shaped like CLIP."""
+"""TwoTowers: a text encoder and an image encoder with projections into one space, with CLIP's attribute names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vembed.errors import UserError
 from vembed.models.description import IMAGE_TOWER_FOLDER
 
 PROJECTIONS_FILE = "projections.safetensors"
-"""Weights of both projections, beside the text tower's."""
+"""File with the weights of both projections, in the text tower's folder."""
 
 
 class TwoTowers(nn.Module):
-    """Two models that share nothing but the space that they are projected into."""
+    """Two independent models, projected into a shared space."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class TwoTowers(nn.Module):
         self.visual_projection = _projection(image_dim, shared_dim)
 
     def load_projections(self, folder: Path) -> None:
-        """Take the projections of a saved composed model."""
+        """Load the projections of a saved composed model."""
         path = folder / PROJECTIONS_FILE
         if not path.is_file():
             raise UserError(f"{folder} is a composed model without {PROJECTIONS_FILE}; it is incomplete")
@@ -45,7 +45,7 @@ class TwoTowers(nn.Module):
             self.visual_projection.weight.copy_(weights["visual_projection.weight"])
 
     def save_pretrained(self, folder: str | Path, *, state_dict: dict[str, Tensor]) -> None:
-        """The text tower in `folder`, the image tower below it, and the projections beside the text tower."""
+        """Save the text tower and the projections in `folder`, and the image tower in a subfolder."""
         folder = Path(folder)
         for tower, name, place in (
             (self.text_model, "text_model.", folder),
@@ -58,7 +58,7 @@ class TwoTowers(nn.Module):
 
 
 def _projection(width: int, shared_dim: int) -> nn.Linear:
-    """It starts as the identity where the sizes agree, and otherwise keeps as many directions as it can."""
+    """Return a projection initialised as the identity if the sizes agree, otherwise as an orthogonal matrix."""
     linear = nn.Linear(width, shared_dim, bias=False)
     if width == shared_dim:
         nn.init.eye_(linear.weight)

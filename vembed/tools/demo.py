@@ -1,4 +1,4 @@
-"""`vembed demo`: a real training run without network: all-MiniLM learns to find functions by their docstrings."""
+"""`vembed demo`: a training run without network access. all-MiniLM learns to find functions by their docstrings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MRL_DIMS = (384, 256, 128, 64)
 
 @dataclass(frozen=True)
 class Size:
-    """How much of it."""
+    """Amount of data and training."""
 
     num_train: int
     num_val: int
@@ -38,12 +38,13 @@ class Size:
 FULL = Size(num_train=1536, num_val=1000, batch_size=64, max_length=128)
 """About 4 minutes on 2 cores."""
 QUICK = Size(num_train=160, num_val=100, batch_size=32, max_length=64)
-"""About 30 seconds: everything happens, little is learned."""
+"""About 30 seconds: every stage runs, but scores hardly change."""
 
 
 def run_demo(output_dir: str = "demo", quick: bool = False, overrides: Sequence[str] = ()) -> RunRecord:
-    """Write data and YAML, train, and show what it brought. `overrides` are options as on `vembed train`."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the Hub's client
+    """Write data and YAML, train, and show the scores before and after. `overrides` are options as for `vembed
+    train`."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # must be set before anything imports the Hub's client
     console = Console()
     model = demo_model()
     folder = free_folder(Path(output_dir))
@@ -60,7 +61,7 @@ def run_demo(output_dir: str = "demo", quick: bool = False, overrides: Sequence[
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 
-    # One process, so that the figures are the same everywhere; with num_processes=auto, all devices.
+    # One process, so that the figures are the same everywhere. With num_processes=auto: all devices.
     asks_for_more = any(override.startswith("num_processes") for override in overrides)
     arguments = TrainArguments(str(settings), tuple(overrides))
     code = run_train(arguments, starts_processes=asks_for_more)
@@ -77,7 +78,7 @@ def run_demo(output_dir: str = "demo", quick: bool = False, overrides: Sequence[
 
 
 def demo_model() -> Path:
-    """The folder of all-MiniLM-L6-v2 inside the package that carries it."""
+    """Return the folder of all-MiniLM-L6-v2 inside the package that carries it."""
     spec = importlib.util.find_spec(MODEL_PACKAGE)
     if spec is None or spec.origin is None:
         raise UserError(
@@ -91,7 +92,7 @@ def demo_model() -> Path:
 
 
 def free_folder(wanted: Path) -> Path:
-    """The folder, or the first of wanted-2, wanted-3 ... that is free: a demo never overwrites an earlier run."""
+    """Return the folder, or the first free one of wanted-2, wanted-3, ... A demo never overwrites an earlier run."""
     folder, number = wanted, 1
     while folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         number += 1
@@ -100,7 +101,7 @@ def free_folder(wanted: Path) -> Path:
 
 
 def demo_yaml(model: Path, folder: Path, size: Size) -> str:
-    """The settings as a file to go on from."""
+    """Return the settings as YAML that the user can continue from."""
 
     rows = [
         ("model_name", str(model), "or any name on the Hub, e.g. BAAI/bge-base-en-v1.5"),
@@ -136,7 +137,7 @@ def demo_yaml(model: Path, folder: Path, size: Size) -> str:
 
 
 def before_and_after(record: RunRecord) -> Table:
-    """nDCG, MRR and Recall before and after, by number of dimensions."""
+    """Return a table of nDCG, MRR and Recall before and after, by embedding size."""
     table = Table(box=None, pad_edge=False, title="Modules not trained on: before -> after", title_justify="left")
     table.add_column("dims", justify="right")
     for key in METRICS:

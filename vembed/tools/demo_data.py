@@ -1,4 +1,4 @@
-"""The demo's data: docstrings and functions of the running Python's standard library, split by module."""
+"""Data of the demo: docstrings and functions of Python's standard library, split by module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SKIPPED_FOLDERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A function of the standard library: what its docstring promises and how it is written."""
+    """A function of the standard library: its docstring and its source."""
 
     module: str
     query: str
@@ -30,8 +30,8 @@ class Pair:
 
 
 def standard_library_pairs(folder: Path | None = None) -> list[Pair]:
-    """All usable pairs, ordered by module and line; the same list on every run of one Python. Equal queries or equal
-    functions are kept once, so that nothing relevant is counted as wrong."""
+    """Return all usable pairs, sorted by module and line; the same list on every run of one Python. Duplicate
+    queries and functions are dropped, so that no relevant document counts as wrong."""
     root = folder or Path(sysconfig.get_path("stdlib"))
     pairs = []
     seen: set[str] = set()
@@ -46,12 +46,13 @@ def standard_library_pairs(folder: Path | None = None) -> list[Pair]:
 
 
 def split_by_module(pairs: list[Pair], num_train: int, num_val: int) -> tuple[list[Pair], list[Pair]]:
-    """`num_train` and `num_val` pairs without a top-level package in common. Packages go to validation in the order of
-    a hash of their names until it is full; pairs beyond the numbers are left out evenly, not from one module."""
+    """Return `num_train` and `num_val` pairs without a common top-level package. Validation packages are taken in
+    the order of a hash of their names until there are enough pairs. Surplus pairs are dropped evenly over the
+    modules."""
     packages: dict[str, list[Pair]] = {}
     for pair in pairs:
         packages.setdefault(pair.module.split(".")[0], []).append(pair)
-    # a few packages (tkinter, asyncio) are a tenth of everything: cap them so that validation is about many modules
+    # A few packages (tkinter, asyncio) hold a tenth of all pairs. Cap them, so that validation covers many modules.
     order = sorted(packages, key=_hash)
     validation: list[Pair] = []
     rest: list[Pair] = []
@@ -67,7 +68,7 @@ def split_by_module(pairs: list[Pair], num_train: int, num_val: int) -> tuple[li
 
 
 def write_pairs(pairs: list[Pair], path: Path) -> None:
-    """One JSON object per line, as any training file of vembed."""
+    """Write one JSON object per line, vembed's training format."""
     lines = (json.dumps({"query": pair.query, "positive": pair.positive}) for pair in pairs)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -77,7 +78,7 @@ def _hash(text: str) -> bytes:
 
 
 def _thin(pairs: list[Pair], number: int) -> list[Pair]:
-    """The pairs with the smallest hashes, in their old order."""
+    """Return the pairs with the smallest hashes, in their original order."""
     kept = set(sorted(range(len(pairs)), key=lambda index: _hash(pairs[index].positive))[:number])
     return [pair for index, pair in enumerate(pairs) if index in kept]
 
@@ -90,7 +91,7 @@ def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
     try:
         source = path.read_text(encoding="utf-8")
         tree = ast.parse(source)
-    except (SyntaxError, UnicodeDecodeError):  # a few files exist to be broken (lib2to3's and encodings' samples)
+    except (SyntaxError, UnicodeDecodeError):  # a few files are invalid on purpose (samples of lib2to3 and encodings)
         return
     lines = source.splitlines(keepends=True)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -104,7 +105,7 @@ def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
 
 
 def _without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
-    """The function as it is written, comments included, less the lines of its docstring and less its indentation."""
+    """Return the function's source, comments included, without its docstring and indentation."""
     first = node.body[0]
     end = node.end_lineno or node.lineno
     kept = lines[node.lineno - 1 : first.lineno - 1] + lines[first.end_lineno or first.lineno : end]

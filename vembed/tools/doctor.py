@@ -1,4 +1,4 @@
-"""`vembed doctor`: what this machine offers, whether a sharded run works on it, and whether a config fits it."""
+"""`vembed doctor`: hardware and software of this machine, a self-test of sharded training, and checks of a config."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from vembed.config.fsdp import chosen_strategy, resolve_fsdp, resolve_gradient_c
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.distributed.devices import choose_precision
-from vembed.distributed.environment import Place
-from vembed.distributed.launch import launch, num_visible_devices, rank_environments
+from vembed.distributed.environment import RankInfo
+from vembed.distributed.launch import num_visible_devices, rank_environments, run_ranks
 from vembed.distributed.strategy import GIB, choose_strategy, estimate_need
 from vembed.errors import UserError
 
@@ -31,19 +31,20 @@ OPTIONAL_PACKAGES = ("flash-attn", "bitsandbytes", "torchao")
 SMALL_GPU_GB = 8
 LARGEST_SIMPLE_BATCH = 16
 FITS = 0.9
-"""Share of a device's memory that weights, gradients and optimizer may take at most, activations aside."""
+"""Largest fraction of a device's memory for weights, gradients and optimizer, without activations."""
 LAUNCHER_VARIABLES = re.compile(r"(ACCELERATE|FSDP|TORCHELASTIC)_|GROUP_|ROLE_")
 
 
 def run_doctor(config_path: str | None = None, nproc: int | None = None) -> int:
-    """Print what is there, run the self-test on `nproc` processes, check the config; 0 if all is well, else 1."""
+    """Print the environment, run the self-test on `nproc` processes, check the config. Return 0 if all passes, else
+    1."""
     num_processes = nproc or num_visible_devices() or 2
     _say("vembed doctor", "=" * 50)
     for line in describe_machine():
         _say(line)
     _say("", f"Self-test on {num_processes} process{'es' if num_processes > 1 else ''}", "=" * 50)
     env = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
-    code = launch([sys.executable, "-m", "vembed.tools.selftest"], rank_environments(num_processes, env=env))
+    code = run_ranks([sys.executable, "-m", "vembed.tools.selftest"], rank_environments(num_processes, env=env))
     works = code == 0
     _say(f"Self-test: {'pass' if works else 'FAIL'}")
     if config_path is not None:
@@ -60,7 +61,7 @@ def run_doctor(config_path: str | None = None, nproc: int | None = None) -> int:
 
 
 def describe_machine() -> Iterator[str]:
-    """Versions, devices, what connects them, and kernels that are there or not."""
+    """Return versions, devices, their interconnect and the available kernels."""
     yield f"vembed {vembed.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     yield ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
     num_devices = torch.cuda.device_count()
@@ -90,10 +91,10 @@ def describe_machine() -> Iterator[str]:
 
 
 def interconnect(num_devices: int) -> str:
-    """What joins the GPUs of this machine, and this machine with others."""
+    """Return the links between this machine's GPUs, and to other machines."""
     between_machines = "InfiniBand" if any(Path("/sys/class/infiniband").glob("*")) else "no InfiniBand"
     if num_devices < 2:
-        return f"{num_devices} GPU(s), nothing to join; {between_machines}"
+        return f"{num_devices} GPU(s), no links between them; {between_machines}"
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return f"unknown between GPUs (no nvidia-smi); {between_machines}"
@@ -115,30 +116,30 @@ def _version(package: str) -> str:
 
 
 def checklist(config_path: str, num_processes: int, *, self_test_passed: bool) -> Iterator[tuple[bool, str]]:
-    """Seven points to look at before a long run: (whether it is well, what was found)."""
+    """Yield seven checks for a long run: (passed, finding)."""
     config = load_config(config_path)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    place = Place(0, num_processes, 0, num_processes)
+    rank_info = RankInfo(0, num_processes, 0, num_processes)
     num_devices = torch.cuda.device_count()
     if num_devices:
         yield num_processes <= num_devices, f"GPUs visible: {num_devices} for {num_processes} process(es)"
     else:
         yield config.mixed_precision != "fp16", "GPUs visible: none, the run computes on the CPU"
-    yield _fsdp_point(config, place, device)
+    yield _fsdp_point(config, rank_info, device)
     yield _batch_point(config, num_processes)
     checkpointing, why = resolve_gradient_checkpointing(config)
     wanted = chosen_strategy(config) == "fsdp"
     yield checkpointing or not wanted, f"gradient checkpointing: {'on' if checkpointing else 'off'} ({why})"
-    yield _memory_point(config, place, device)
+    yield _memory_point(config, rank_info, device)
     yield _dtype_point(config, device)
     backend = "NCCL" if device.type == "cuda" else "gloo"
     yield self_test_passed, f"{backend}: the self-test's collectives ran without errors"
 
 
-def _fsdp_point(config: TrainConfig, place: Place, device: torch.device) -> tuple[bool, str]:
+def _fsdp_point(config: TrainConfig, rank_info: RankInfo, device: torch.device) -> tuple[bool, str]:
     fsdp, notes = resolve_fsdp(config)
     try:
-        choice = choose_strategy(config, fsdp, place, device)
+        choice = choose_strategy(config, fsdp, rank_info, device)
     except UserError as error:
         return False, f"strategy: {error}"
     detail = ""
@@ -152,19 +153,19 @@ def _batch_point(config: TrainConfig, num_processes: int) -> tuple[bool, str]:
     size = config.batch_size if config.global_batch_size is None else config.global_batch_size / num_processes
     if size <= LARGEST_SIMPLE_BATCH:
         return True, f"batch: {size:g} per process"
-    # Memory follows the micro-batch, unless the user has asked for all graphs at once.
+    # Memory depends on the micro-batch, unless the user disables Gradient Cache.
     if config.use_gradient_cache is False:
         return False, f"batch: {size:g} per process at once, since use_gradient_cache: false keeps all graphs"
     return True, f"batch: {size:g} per process, in micro-batches of micro_batch_tokens: {config.micro_batch_tokens}"
 
 
-def _memory_point(config: TrainConfig, place: Place, device: torch.device) -> tuple[bool, str]:
+def _memory_point(config: TrainConfig, rank_info: RankInfo, device: torch.device) -> tuple[bool, str]:
     try:
-        need = estimate_need(config, place, device)
-        strategy = choose_strategy(config, resolve_fsdp(config)[0], place, device).strategy
+        need = estimate_need(config, rank_info, device)
+        strategy = choose_strategy(config, resolve_fsdp(config)[0], rank_info, device).strategy
     except UserError as error:
         return False, f"memory: {error}"
-    shards = place.world_size if strategy == "fsdp" else 1
+    shards = rank_info.world_size if strategy == "fsdp" else 1
     share = need.share / shards
     return share <= FITS, f"memory: {need}" + (f"; a shard of 1/{shards} takes {share:.0%}" if shards > 1 else "")
 
@@ -178,7 +179,7 @@ def _dtype_point(config: TrainConfig, device: torch.device) -> tuple[bool, str]:
         return False, f"dtypes: {error}"
     masters = config.torch_dtype if config.pure_dtype else "float32"
     arithmetic = masters if precision == "no" else precision
-    return True, f"dtypes: masters {masters}, arithmetic {arithmetic} ({why}), what FSDP needs in one dtype is unified"
+    return True, f"dtypes: masters {masters}, arithmetic {arithmetic} ({why}), FSDP units get one dtype each"
 
 
 def _say(*lines: str) -> None:

@@ -105,7 +105,7 @@ def run_encode(
         ):
             done = 0
             for first, chunk in lines:
-                records = [parser.record(line, first + place) for place, line in enumerate(chunk)]
+                records = [parser.record(line, first + rank_info) for rank_info, line in enumerate(chunk)]
 
                 def report(part: int, _: int, before: int = done) -> None:
                     progress(before + part, lines.total)

@@ -1,4 +1,4 @@
-"""`vembed export`: a trained model in a folder of its own, its adapter merged into the weights where asked."""
+"""`vembed export`: a copy of a trained model in a new folder, on request with its adapter merged into the weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ log = logging.getLogger("vembed")
 
 
 def run_export(model: str, output: str, *, merge: bool = False) -> Path:
-    """Copy `model` (the final/ of a run, or an adapter) to the new folder `output`; with `merge`, whole weights."""
+    """Copy `model` (the final/ of a run, or an adapter) to the new folder `output`. With `merge`, write whole
+    weights."""
     target = Path(output)
     if target.exists():
         raise UserError(f"{target} exists already; give a new folder")
-    from vembed.models.sources import read_model  # late: torch takes seconds, and the mistake above does not
+    from vembed.models.sources import (
+        read_model,
+    )  # imported late: torch takes seconds, and the check above needs none of it
 
     files = read_model(model)
     if not merge:

@@ -1,4 +1,4 @@
-"""`vembed init`: a commented starter config for a kind of model and a data file, whose columns are looked at."""
+"""`vembed init`: a commented starter config for a kind of model and a data file, whose columns are inspected."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from vembed.data.delimited import delimiter_of
 from vembed.errors import UserError
 
 NUM_RECORDS = 20
-"""Records that are looked at."""
+"""Number of records to inspect."""
 MAX_LINE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a starter config says for one kind of model."""
+    """Starter settings for one kind of model."""
 
     model_name: str
     about: str
@@ -54,7 +54,7 @@ FAMILIES = {
         image_model_name="facebook/dinov2-base",
     ),
 }
-"""Kinds of models (model_family) and what to start with."""
+"""Starter settings by kind of model (model_family)."""
 ENCODER_ONLY_MODES = {"image_encoder": "i2i"}
 
 
@@ -67,12 +67,12 @@ def run_init(
     val_data: str | None = None,
     force: bool = False,
 ) -> Path:
-    """Write the config; UserError where the file is there already, or the data file is not what one can train on."""
+    """Write the config. Raise UserError if the file exists already or the data file cannot be used for training."""
     path = Path(output)
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(f"--output {output}: a starter config is YAML: give a name that ends in .yaml")
     if path.exists() and not force:
-        raise UserError(f"{output} is there already: give another --output, or --force to write over it")
+        raise UserError(f"{output} exists already: give another --output, or --force to overwrite it")
     if family not in FAMILIES:
         near = nearest(family, FAMILIES)
         hint = f", did you mean {near!r}?" if near else f": give one of {join_words(list(FAMILIES))}"
@@ -88,7 +88,7 @@ def run_init(
 
 
 def starter(family: str, data: str, *, model: str | None = None, val_data: str | None = None) -> str:
-    """The text of the config."""
+    """Return the text of the config."""
     kind = FAMILIES[family]
     records = peek(Path(data))
     mapping, loss, found = _look_at(records, data)
@@ -158,7 +158,7 @@ def starter(family: str, data: str, *, model: str | None = None, val_data: str |
 
 
 def peek(path: Path) -> list[dict[str, Any]]:
-    """The first records of a file, or none where there is no file to look into (a Hub name, a folder)."""
+    """Return the first records of a file; none if there is no file to inspect (a Hub name, a folder)."""
     try:
         if not path.is_file():
             return []
@@ -169,7 +169,7 @@ def peek(path: Path) -> list[dict[str, Any]]:
 
 
 def _look_at(records: Sequence[dict[str, Any]], data: str) -> tuple[dict[str, str], str, str]:
-    """(column_mapping, loss, what was seen) for the first records."""
+    """Return (column_mapping, loss, description) for the first records."""
     if not records:
         return {}, "infonce", "not looked at (no file of that name here)"
     names = tuple(dict.fromkeys(name for record in records for name in record))
@@ -213,7 +213,7 @@ def _peek_json(path: Path) -> list[dict[str, Any]]:
 
 
 def _peek_json_list(text: str) -> list[dict[str, Any]]:
-    """The first objects of a list whose bracket is already read; the reader of the data checks the rest."""
+    """Return the first objects of a JSON list whose bracket is already read. The data reader validates the rest."""
     records: list[dict[str, Any]] = []
     position, decoder = 0, json.JSONDecoder()
     while len(records) < NUM_RECORDS and (start := text.find("{", position)) >= 0:

@@ -1,4 +1,4 @@
-"""docs/options.md: every option with type, default, meaning and other names, written from the schema."""
+"""docs/options.md: every option with type, default, meaning and other names, generated from the schema."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ An option given twice with two values is an error, and so is a key that is not o
 
 
 def options_page() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     lines, section = [HEAD], ""
     for option in all_options().values():
         if option.section != section:

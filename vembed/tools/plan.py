@@ -1,4 +1,4 @@
-"""`vembed plan`: the memory that a run will need on each process, predicted without weights, and what would fit."""
+"""`vembed plan`: predicted memory per process without loading weights, and settings that would fit."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from vembed.config.arguments import TrainArguments
 from vembed.config.fsdp import FsdpConfig, chosen_strategy, resolve_fsdp, resolve_gradient_checkpointing
 from vembed.config.loading import resolve_config
 from vembed.config.schema import TrainConfig
-from vembed.distributed.environment import Place
+from vembed.distributed.environment import RankInfo
 from vembed.distributed.strategy import memory_of_a_process
 from vembed.models.adapters import wants_adapters
 from vembed.models.backbones import layers_of
 from vembed.models.description import ModelDescription
 from vembed.models.embedder import build_model
 from vembed.models.families import describe
-from vembed.tools.train import plan_launch
+from vembed.tools.train import resolve_launch
 
 GIB = 2**30
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.1, "paged_adamw_8bit": 2.1, "adafactor": 0.1, "sgd": 0.0}
-"""Bytes of state per trained parameter."""
+"""Bytes of optimizer state per trained parameter."""
 KEPT_PER_HIDDEN = 16
-"""Numbers that a transformer layer keeps for the backward pass, per token and hidden unit, besides the feed-forward."""
+"""Values kept for the backward pass per token, hidden unit and transformer layer, without the feed-forward part."""
 FITS = 0.9
-"""A plan fits if it needs at most this share of the memory."""
+"""A run fits if it needs at most this fraction of the memory."""
 BUDGETS = (32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
 
 
 @dataclass(frozen=True)
 class Model:
-    """What the plan needs to know of a model."""
+    """Sizes of a model that the prediction needs."""
 
     total: int
     trained: int
     weight_bytes: float
-    """Of the whole model as it is held: float32 where trained, the file's dtype where frozen, half a byte in 4 bits."""
+    """Bytes of the whole model as stored: float32 if trained, the file's dtype if frozen, half a byte in 4 bits."""
     layer_bytes: float
-    """Of the largest unit when it is gathered."""
+    """Bytes of the largest unit when gathered."""
     num_layers: int
     hidden: int
     inner: int
 
 
 def run_plan(arguments: TrainArguments, env: Mapping[str, str] = os.environ) -> int:
-    """Print the prediction for a config; exit code 0 if it fits, 1 if not."""
+    """Print the prediction for a config. Return exit code 0 if it fits, 1 if not."""
     resolved = resolve_config(arguments.source, arguments.overrides, stage=arguments.stage, env=env)
     config = resolved.config
-    launch = plan_launch(config, arguments, env)
+    launch = resolve_launch(config, arguments, env)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    place = Place(0, launch.world_size, 0, launch.num_processes)
-    memory = memory_of_a_process(place, device)
+    rank_info = RankInfo(0, launch.world_size, 0, launch.num_processes)
+    memory = memory_of_a_process(rank_info, device)
     fsdp, _ = resolve_fsdp(config, env)
     shards = launch.world_size if chosen_strategy(config, env) == "fsdp" and fsdp is not None else 1
     if fsdp is not None and fsdp.sharding_strategy == "HYBRID_SHARD":
@@ -79,7 +79,7 @@ def run_plan(arguments: TrainArguments, env: Mapping[str, str] = os.environ) -> 
 
 
 def measure(config: TrainConfig, description: ModelDescription) -> Model:
-    """The model's sizes, from its config alone: it is built without values."""
+    """Return the model's sizes from its config alone. The model is built on the meta device."""
     model: nn.Module = build_model(config.model_copy(update={"use_qlora": False}), description, meta=True)
     adapted = wants_adapters(config)
     total = trained = 0
@@ -101,18 +101,23 @@ def measure(config: TrainConfig, description: ModelDescription) -> Model:
 def predict(
     config: TrainConfig, model: Model, fsdp: FsdpConfig | None, shards: int, *, checkpointing: bool, budget: int
 ) -> dict[str, float]:
-    """Bytes per process, by what they are for."""
+    """Return bytes per process by purpose."""
+    # Fraction of the sharded tensors on this device; with offload they are in host memory.
     held = 0.0 if fsdp is not None and fsdp.offload and shards > 1 else 1.0 / shards
     gradient = 2.0 if config.pure_dtype else 4.0
+    # 2 bytes per value: 16-bit activations.
     per_token = 2.0 * (KEPT_PER_HIDDEN * model.hidden + 3 * model.inner)
+    # With recomputation one layer's activations exist at a time, plus the input of every layer.
     layers = 1 if checkpointing else model.num_layers
     boundary = 2.0 * model.hidden * model.num_layers if checkpointing else 0.0
     return {
         "weights": model.weight_bytes * held,
         "gradients": model.trained * gradient * held,
         "optimizer": model.trained * OPTIMIZER_BYTES[config.optim] * held,
+        # twice: the next layer is prefetched while one computes
         "gathered layers": 2 * model.layer_bytes if shards > 1 else 0.0,
         "activations": budget * (layers * per_token + boundary),
+        # float32 rows of all ranks after the gather
         "embeddings and loss": 4.0 * 4 * config.batch_size * shards * model.hidden + 64 * 2**20,
     }
 
@@ -120,7 +125,7 @@ def predict(
 def ways_out(
     config: TrainConfig, model: Model, fsdp: FsdpConfig | None, shards: int, memory: int, *, checkpointing: bool
 ) -> list[str]:
-    """Settings that would fit, the cheapest first."""
+    """Return settings that would fit, the cheapest first."""
 
     def need(*, recomputed: bool, tokens: int) -> float:
         return sum(predict(config, model, fsdp, shards, checkpointing=recomputed, budget=tokens).values())
@@ -130,9 +135,9 @@ def ways_out(
             if need(recomputed=recomputed, tokens=budget) <= FITS * memory:
                 more = "" if recomputed == checkpointing else "gradient_checkpointing: true, "
                 return [f"fits with {more}micro_batch_tokens: {budget}"]
-    lines = ["no micro-batch is small enough: the weights, gradients and optimizer alone take too much"]
+    lines = ["no micro-batch is small enough: the weights, gradients and optimizer alone exceed the memory"]
     if not config.use_lora and not config.use_qlora:
-        lines.append("use_lora: true (gradients and optimizer of the adapters alone)")
+        lines.append("use_lora: true (gradients and optimizer of the adapters only)")
     if shards == 1:
         lines.append("use_fsdp: true on several processes (everything is divided by their number)")
     if not config.use_qlora:
@@ -144,6 +149,7 @@ def ways_out(
 
 def _bytes_of(parameter: nn.Parameter, config: TrainConfig, *, adapted: bool) -> float:
     if config.use_qlora and not parameter.requires_grad and parameter.ndim == 2:
+        # half a byte, and the scales of the quantisation blocks
         return 0.55
     if parameter.requires_grad and not config.pure_dtype:
         return 4.0

@@ -1,4 +1,4 @@
-"""What each process of `vembed doctor` runs: a small model through everything that a sharded run does."""
+"""Self-test of `vembed doctor`, run by each process: a small model through every part of a sharded run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives, fsdp, memory
-from vembed.distributed.environment import read_place
+from vembed.distributed.environment import read_rank_info
 from vembed.distributed.session import Session, start_session
 from vembed.models.description import ModelDescription
 from vembed.models.embedder import EmbeddingModel
@@ -28,10 +28,10 @@ EDITED = "backbone.layers.0.mlp.down_proj.weight"
 
 
 def main() -> int:
-    """Run all checks; one line each from rank 0, and from any rank that finds a fault."""
-    place = read_place()
+    """Run all checks. Rank 0 prints one line each; any rank prints its failures."""
+    rank_info = read_rank_info()
     with tempfile.TemporaryDirectory() as folder:
-        with check("start", place.rank) as found:
+        with check("start", rank_info.rank) as found:
             small_config().save_pretrained(folder)
             config = TrainConfig(
                 model_name=folder,
@@ -43,8 +43,8 @@ def main() -> int:
             session = start_session(config)
             total = collectives.sum_ints([1])[0]
             found.append(_started(session, total))
-            if total != place.world_size:
-                raise RuntimeError(f"{total} processes answered instead of {place.world_size}")
+            if total != rank_info.world_size:
+                raise RuntimeError(f"{total} processes answered instead of {rank_info.world_size}")
         with session:
             _run(session, Path(folder) / "model.safetensors")
     return 0
@@ -115,7 +115,7 @@ def _run(session: Session, path: Path) -> None:
 
 
 def small_config() -> LlamaConfig:
-    """A tiny Llama."""
+    """Return the config of a tiny Llama."""
     return LlamaConfig(
         vocab_size=512, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
@@ -123,9 +123,9 @@ def small_config() -> LlamaConfig:
 
 
 def small_model() -> EmbeddingModel:
-    """The tiny Llama as an embedder, the same on every process."""
+    """Return the tiny Llama as an embedder, identical on every process."""
     description = ModelDescription(
-        family="text_decoder", source="", embedding_dim=HIDDEN, hidden_dim=HIDDEN, pooling="mean", lanes=("text",),
+        family="text_decoder", source="", embedding_dim=HIDDEN, hidden_dim=HIDDEN, pooling="mean", modalities=("text",),
         layer_classes=(LAYER,), max_length=64,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
@@ -136,7 +136,7 @@ def small_model() -> EmbeddingModel:
 
 @contextmanager
 def check(name: str, rank: int) -> Iterator[list[str]]:
-    """Rank 0 prints what the check found and that it passed; a rank where it fails says so and ends."""
+    """Print the check's result on rank 0, or the failure on the rank where it happens, which then exits."""
     found: list[str] = []
     try:
         yield found

@@ -1,4 +1,4 @@
-"""`vembed config` and `vembed schema`: what a config comes to, and what a config may say."""
+"""`vembed config` and `vembed schema`: the resolved config, and the schema of all options."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from vembed.tools.options_page import options_page
 
 
 def config_text(arguments: TrainArguments) -> str:
-    """The resolved config as YAML, with the origin of each value, what was translated and what has no effect."""
+    """Return the resolved config as YAML, with the origin of each value, translated options and options without
+    effect."""
     resolved = resolve_config(arguments.source, arguments.overrides, stage=arguments.stage)
     lines = [f"# translated: {line}" for line in resolved.translated] + [f"# note: {line}" for line in resolved.notes]
     return render(resolved.config, resolved.origins) + "".join(f"\n{line}" for line in lines) + ("\n" if lines else "")
 
 
 def schema_text(form: Literal["json", "markdown"] = "json") -> str:
-    """The JSON schema, with which editors complete and check a config; or the page of all options."""
+    """Return the JSON schema, which editors use for completion and checks, or the page of all options."""
     if form == "markdown":
         return options_page()
     return json.dumps(TrainConfig.model_json_schema(), indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""Rows of CSV, TSV and Parquet files as lines of JSON, so that `vembed encode` reads them like records."""
+"""Rows of CSV, TSV and Parquet files as JSON lines, so that `vembed encode` reads them like records."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CHUNK_ROWS = 1024
 
 
 def is_table(path: Path) -> bool:
-    """Whether the file's name ends as one of a table."""
+    """Return whether the file's suffix is that of a table."""
     return path.suffix.lower() in (*DELIMITED, *PARQUET)
 
 
 def num_rows(path: Path) -> int | None:
-    """How many there are, where the file says so."""
+    """Return the number of rows if the file stores it."""
     if path.suffix.lower() not in PARQUET:
         return None
     try:
@@ -35,7 +35,7 @@ def num_rows(path: Path) -> int | None:
 
 
 def table_rows(path: Path, wanted: Collection[str]) -> Iterator[bytes]:
-    """Every row as one object. Of a Parquet file's columns only the wanted ones are read, where it has any of them."""
+    """Yield every row as one object. For Parquet, read only the wanted columns, if the file has any of them."""
     if path.suffix.lower() in PARQUET:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names

@@ -1,4 +1,5 @@
-"""`vembed train`: resolve the config, decide how many processes, and train here or start them, or only say so."""
+"""`vembed train`: resolve the config, choose the number of processes, then train here, start them, or report (dry
+run)."""
 
 from __future__ import annotations
 
@@ -15,65 +16,66 @@ from vembed.config.fsdp import chosen_strategy, resolve_fsdp, resolve_gradient_c
 from vembed.config.loading import ResolvedConfig, render, require_earlier_stage, resolve_config
 from vembed.config.rules import batch_size_per_process
 from vembed.config.schema import TrainConfig
-from vembed.distributed.environment import GROUP, Place, read_place
-from vembed.distributed.launch import DEFAULT_PORT, launch, num_visible_devices, rank_environments
+from vembed.distributed.environment import GROUP, RankInfo, read_rank_info
+from vembed.distributed.launch import DEFAULT_PORT, num_visible_devices, rank_environments, run_ranks
 from vembed.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchPlan:
+class Launch:
     """The processes of a run."""
 
     num_processes: int
-    """On this machine."""
+    """Processes on this machine."""
     reason: str
     num_machines: int = 1
     machine_rank: int = 0
     main_process_ip: str | None = None
     main_process_port: int | None = None
     changes: Mapping[str, str] | None = None
-    """Environment variables that the processes get besides."""
+    """Additional environment variables for the processes."""
 
     @property
     def world_size(self) -> int:
-        """Processes on all machines."""
+        """Number of processes on all machines."""
         return self.num_processes * self.num_machines
 
 
 def run_train(arguments: TrainArguments, env: Mapping[str, str] = os.environ, *, starts_processes: bool = True) -> int:
-    """Train on as many processes as the config and the machine say; returns the exit code.
+    """Train on as many processes as the config and the machine say; return the exit code.
 
-    As one of the processes that a launcher has started (torchrun, accelerate launch, ourselves), and where one process
-    is all there is, training happens here, and raises what it raises. `starts_processes=False`: a plain process stays
-    one, whatever the machine has, unless a number is asked for.
+    Training runs in this process, and raises its exceptions here, if a launcher has started it (torchrun, accelerate
+    launch, vembed itself) or if one process is all there is. `starts_processes=False`: without a requested number, a
+    plain process stays single on any machine.
     """
     resolved = resolve_config(arguments.source, arguments.overrides, stage=arguments.stage, env=env)
     config = resolved.config
-    place = _place(arguments, config, env)
-    if place is not None:
-        plan = LaunchPlan(place.world_size, "set by the launcher")
+    rank_info = _rank_info(arguments, config, env)
+    if rank_info is not None:
+        launch = Launch(rank_info.world_size, "set by the launcher")
     else:
-        plan = plan_launch(config, arguments, env, starts_processes=starts_processes)
+        launch = resolve_launch(config, arguments, env, starts_processes=starts_processes)
     if not config.resume:
-        batch_size_per_process(config, plan.world_size)
+        batch_size_per_process(config, launch.world_size)
     if arguments.is_dry_run:
-        sys.stdout.write(describe_run(resolved, plan, arguments, env))
+        sys.stdout.write(describe_run(resolved, launch, arguments, env))
         return 0
     require_earlier_stage(resolved)
-    if place is not None or plan.world_size == 1:
-        os.environ.update(plan.changes or {})
+    if rank_info is not None or launch.world_size == 1:
+        os.environ.update(launch.changes or {})
         return _train_here(resolved)
-    return launch(_command(arguments), _environments(plan, env))
+    return run_ranks(_command(arguments), _environments(launch, env))
 
 
-def plan_launch(
+def resolve_launch(
     config: TrainConfig,
     arguments: TrainArguments,
     env: Mapping[str, str] = os.environ,
     *,
     starts_processes: bool = True,
-) -> LaunchPlan:
-    """How many processes on how many machines, and why: the command line, then the config, then the Accelerate file."""
+) -> Launch:
+    """Return the number of processes and machines, and the reason. Precedence: command line, config, Accelerate
+    file."""
     file = read_accelerate_file(config.accelerate_config) if config.accelerate_config else None
     changes = _device_changes(file)
     num_devices = num_visible_devices(dict(env) | changes) if starts_processes else 0
@@ -91,14 +93,14 @@ def plan_launch(
             f"strategy: single is one process, but {num_processes * num_machines} were asked for ({reason}): "
             "leave strategy out, or the number"
         )
-    plan = LaunchPlan(num_processes, reason, num_machines, changes=changes)
-    return plan if num_machines == 1 else _among_machines(plan, arguments, file)
+    launch = Launch(num_processes, reason, num_machines, changes=changes)
+    return launch if num_machines == 1 else _among_machines(launch, arguments, file)
 
 
 def describe_run(
-    resolved: ResolvedConfig, plan: LaunchPlan, arguments: TrainArguments, env: Mapping[str, str] = os.environ
+    resolved: ResolvedConfig, launch: Launch, arguments: TrainArguments, env: Mapping[str, str] = os.environ
 ) -> str:
-    """What `--dry-run` prints: the merged config, the decisions, and what would be launched."""
+    """Return the output of `--dry-run`: the merged config, the decisions, and the processes to launch."""
     config = resolved.config
     strategy = chosen_strategy(config, env)
     fsdp, notes = resolve_fsdp(config, env)
@@ -106,7 +108,7 @@ def describe_run(
     lines = [render(config, resolved.origins).rstrip(), ""]
     lines += [f"translated: {line}" for line in resolved.translated]
     lines += [f"note: {line}" for line in (*resolved.notes, *(notes if strategy != "auto" else ()))]
-    if plan.world_size == 1:
+    if launch.world_size == 1:
         lines.append(
             f"strategy: single (one process{'' if strategy == 'auto' else f', although {strategy} was asked for'})"
         )
@@ -120,24 +122,26 @@ def describe_run(
             f"fsdp: version {fsdp.version}, {fsdp.sharding_strategy}, {fsdp.wrap_policy}{offload} ({fsdp.source})"
         )
     lines.append(f"gradient checkpointing: {str(checkpointing).lower()} ({why})")
-    machines = f" on each of {plan.num_machines} machines" if plan.num_machines > 1 else ""
-    lines.append(f"world size: {plan.world_size} = {plan.num_processes} process(es){machines} ({plan.reason})")
-    per_process = config.batch_size if config.global_batch_size is None else config.global_batch_size / plan.world_size
-    total = config.global_batch_size or config.batch_size * plan.world_size
-    lines.append(f"global batch: {total:,d} = {plan.world_size} x {per_process:g} examples")
+    machines = f" on each of {launch.num_machines} machines" if launch.num_machines > 1 else ""
+    lines.append(f"world size: {launch.world_size} = {launch.num_processes} process(es){machines} ({launch.reason})")
+    per_process = (
+        config.batch_size if config.global_batch_size is None else config.global_batch_size / launch.world_size
+    )
+    total = config.global_batch_size or config.batch_size * launch.world_size
+    lines.append(f"global batch: {total:,d} = {launch.world_size} x {per_process:g} examples")
     lines += [f"{name}: {value} ({_found(value)})" for name, value in _paths(config)]
-    lines.append("would run: " + _shown_command(plan, arguments))
+    lines.append("would run: " + _shown_command(launch, arguments))
     return "\n".join(lines) + "\n"
 
 
-def _place(arguments: TrainArguments, config: TrainConfig, env: Mapping[str, str]) -> Place | None:
-    """The place of this process among those that a launcher has started; None where it is for us to start them."""
+def _rank_info(arguments: TrainArguments, config: TrainConfig, env: Mapping[str, str]) -> RankInfo | None:
+    """Return the rank info of this process if a launcher has started it; None if vembed is to start the processes."""
     if all(env.get(name) for name in GROUP):
-        return read_place(env)
+        return read_rank_info(env)
     if "ACCELERATE_MIXED_PRECISION" in env and not env.get("WORLD_SIZE"):
-        return Place()  # `accelerate launch` has decided on one process, and sets no rank then
+        return RankInfo()  # `accelerate launch` has chosen one process; it sets no rank then
     asked = arguments.machine_rank is not None or arguments.main_process_ip is not None or config.num_machines > 1
-    # Cluster systems set some of the variables for each machine, in a meaning of their own: flags say it plainly.
+    # Cluster systems set some of these variables per machine with other meanings, so explicit flags are required.
     if asked or env.get("WORLD_SIZE", "1") == "1":
         return None
     if env.get("LOCAL_RANK") is None:
@@ -146,7 +150,7 @@ def _place(arguments: TrainArguments, config: TrainConfig, env: Mapping[str, str
             f"accelerate launch: for {env['WORLD_SIZE']} machines give --num-machines, --machine-rank and "
             "--main-process-ip; for several processes here give --nproc; or unset WORLD_SIZE"
         )
-    return read_place(env)
+    return read_rank_info(env)
 
 
 def _device_changes(file: AccelerateFile | None) -> dict[str, str]:
@@ -171,19 +175,21 @@ def _processes_here(
     return (num_devices, "one per GPU") if num_devices else (1, "no GPU here")
 
 
-def _among_machines(plan: LaunchPlan, arguments: TrainArguments, file: AccelerateFile | None) -> LaunchPlan:
+def _among_machines(launch: Launch, arguments: TrainArguments, file: AccelerateFile | None) -> Launch:
     ip = arguments.main_process_ip or (file.main_process_ip if file else None)
     port = arguments.main_process_port or (file.main_process_port if file else None)
     rank = arguments.machine_rank
     missing = [flag for flag, value in (("--machine-rank", rank), ("--main-process-ip", ip)) if value is None]
     if missing and not arguments.is_dry_run:
         raise UserError(
-            f"num_machines: {plan.num_machines} needs {' and '.join(missing)}: start the same command on every "
-            f"machine, with its number (0 to {plan.num_machines - 1}) and the address of machine 0"
+            f"num_machines: {launch.num_machines} needs {' and '.join(missing)}: start the same command on every "
+            f"machine, with its number (0 to {launch.num_machines - 1}) and the address of machine 0"
         )
-    if rank is not None and rank >= plan.num_machines:
-        raise UserError(f"--machine-rank {rank} must be below num_machines: {plan.num_machines}; machines count from 0")
-    return replace(plan, machine_rank=rank or 0, main_process_ip=ip, main_process_port=port)
+    if rank is not None and rank >= launch.num_machines:
+        raise UserError(
+            f"--machine-rank {rank} must be below num_machines: {launch.num_machines}; machines count from 0"
+        )
+    return replace(launch, machine_rank=rank or 0, main_process_ip=ip, main_process_port=port)
 
 
 def _train_here(resolved: ResolvedConfig) -> int:
@@ -197,26 +203,26 @@ def _command(arguments: TrainArguments) -> list[str]:
     return [sys.executable, "-m", "vembed.entrypoints.train", *arguments.words()]
 
 
-def _environments(plan: LaunchPlan, env: Mapping[str, str]) -> list[dict[str, str]]:
+def _environments(launch: Launch, env: Mapping[str, str]) -> list[dict[str, str]]:
     return rank_environments(
-        plan.num_processes,
-        num_machines=plan.num_machines,
-        machine_rank=plan.machine_rank,
-        main_process_ip=plan.main_process_ip,
-        main_process_port=plan.main_process_port,
-        env=dict(env) | dict(plan.changes or {}),
+        launch.num_processes,
+        num_machines=launch.num_machines,
+        machine_rank=launch.machine_rank,
+        main_process_ip=launch.main_process_ip,
+        main_process_port=launch.main_process_port,
+        env=dict(env) | dict(launch.changes or {}),
     )
 
 
-def _shown_command(plan: LaunchPlan, arguments: TrainArguments) -> str:
+def _shown_command(launch: Launch, arguments: TrainArguments) -> str:
     command = shlex.join(["python", "-m", "vembed.entrypoints.train", *arguments.shown_words()])
-    changes = "".join(f"{name}={value} " for name, value in (plan.changes or {}).items())
-    if plan.world_size == 1:
+    changes = "".join(f"{name}={value} " for name, value in (launch.changes or {}).items())
+    if launch.world_size == 1:
         return f"{changes}{command} (in this process)"
-    first = plan.machine_rank * plan.num_processes
-    address = f"{plan.main_process_ip or ('127.0.0.1' if plan.num_machines == 1 else 'ADDRESS')}"
-    port = plan.main_process_port or (DEFAULT_PORT if plan.num_machines > 1 else "a free one")
-    ranks = f"ranks {first} to {first + plan.num_processes - 1} of {plan.world_size}"
+    first = launch.machine_rank * launch.num_processes
+    address = f"{launch.main_process_ip or ('127.0.0.1' if launch.num_machines == 1 else 'ADDRESS')}"
+    port = launch.main_process_port or (DEFAULT_PORT if launch.num_machines > 1 else "a free one")
+    ranks = f"ranks {first} to {first + launch.num_processes - 1} of {launch.world_size}"
     return f"{changes}{command} ({ranks}, main process at {address}, port {port})"
 
 

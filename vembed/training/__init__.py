@@ -1,1 +1,1 @@
-"""The run: start with run.py."""
+"""The training run. Start with run.py."""

@@ -1,4 +1,4 @@
-"""Budget: how many padded tokens go through the model at once, and how many may keep their graphs."""
+"""Token budgets: the size of a micro-batch, and the batch size up to which autograd graphs are kept."""
 
 from __future__ import annotations
 
@@ -15,40 +15,41 @@ from vembed.data.features import Features, Featuriser
 from vembed.distributed import collectives
 from vembed.distributed.fsdp import forget_forward, reshard, set_keep_gathered
 from vembed.distributed.session import Session
-from vembed.models.description import Lane
+from vembed.models.description import Modality
 
 log = logging.getLogger("vembed")
 
 CPU_MICRO_BATCH_TOKENS = 4096
-"""On CPU larger micro-batches are not faster, and their activations fall out of the caches."""
+"""Padded tokens per micro-batch on CPU. Larger ones are not faster, because their activations no longer fit the
+caches."""
 CPU_MEMORY_SHARE = 0.25
-"""Share of the free host memory that graphs may take, over all processes of the machine."""
+"""Fraction of the free host memory that graphs may take, summed over all processes of the machine."""
 CUDA_MEMORY_SHARE = 0.80
-"""Share of the device memory that the trial step may reach."""
+"""Fraction of the device memory that the trial step may reach."""
 SMALLEST_BUDGET = 64
 PROBE_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of one forward pass and of the graphs that wait for their backward pass."""
+    """Limits of one forward pass, and of the graphs kept until their backward pass."""
 
     micro_batch_tokens: int
     max_rows: int | None
     kept_graph_tokens: int
     use_gradient_cache: bool | None
-    """None: decided per batch by `kept_graph_tokens`."""
+    """Whether to use Gradient Cache. None: decided per batch by `kept_graph_tokens`."""
 
-    def keeps_graphs(self, padded_tokens: int, num_calls: int, session: Session) -> bool:
-        """Whether phase 1 keeps its graphs, so that there is no phase 2; the same answer on every rank."""
-        if session.fsdp is not None and session.fsdp.version == 1 and num_calls > 1:
+    def keeps_graphs(self, padded_tokens: int, num_forwards: int, session: Session) -> bool:
+        """Return whether phase 1 keeps its graphs, so that no phase 2 is needed. The same on every rank."""
+        if session.fsdp is not None and session.fsdp.version == 1 and num_forwards > 1:
             return False  # FSDP1 frees a unit's parameters after the first of several pending backward passes
         if self.use_gradient_cache is not None:
             return not self.use_gradient_cache
         return padded_tokens <= self.kept_graph_tokens
 
     def halved(self) -> Budget:
-        """The next smaller budget, after the device ran out of memory."""
+        """Return half this budget, for use after the device ran out of memory."""
         return replace(
             self,
             micro_batch_tokens=max(self.micro_batch_tokens // 2, 1),
@@ -60,7 +61,7 @@ class Budget:
 def find_budget(
     config: TrainConfig, model: nn.Module, featuriser: Featuriser, session: Session, sample: Sequence[Features]
 ) -> Budget:
-    """The budget that the config gives, or the largest that the device holds; collective, the same on every rank."""
+    """Return the budget of the config, or the largest one the device holds. Collective; the same on every rank."""
     cache = None if config.use_gradient_cache == "auto" else config.use_gradient_cache
     rows = config.gradient_cache_chunk_size
     if cache is False and session.fsdp is not None and session.fsdp.version == 1:
@@ -76,6 +77,7 @@ def find_budget(
         tokens = 2**40 if rows else _auto_tokens(model, featuriser, session, sample, per_token)
     if kept == "auto":
         kept = _free_bytes(session) // max(per_token, 1) if needs_probe else tokens
+        # The minimum over the ranks: all must agree whether a batch has a second phase.
         kept = -collectives.max_ints([-kept])[0]
         if needs_probe:
             log.info(
@@ -87,23 +89,26 @@ def find_budget(
 
 
 def bytes_per_token(model: nn.Module, featuriser: Featuriser, session: Session, sample: Sequence[Features]) -> int:
-    """Bytes that one token of the longest inputs leaves in the graph, measured on a small forward pass."""
+    """Return the graph bytes per token of the longest inputs, measured on a small forward pass. Collective."""
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         source = tensor if tensor._base is None else tensor._base
-        if not isinstance(source, nn.Parameter):  # not the weights; FSDP gathers them in storages of their own
+        if not isinstance(
+            source, nn.Parameter
+        ):  # parameters live without the graph; FSDP gathers them in storages of their own
             storage = tensor.untyped_storage()
+            # Keyed by storage, so that views of one tensor are counted once.
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     most = 0
-    for lane in featuriser.description.lanes:
-        inputs, tokens = _repeat_longest(featuriser, lane, sample, PROBE_TOKENS)
+    for modality in featuriser.description.modalities:
+        inputs, tokens = _repeat_longest(featuriser, modality, sample, PROBE_TOKENS)
         saved.clear()
         torch.manual_seed(0)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = model([(lane, _move(inputs, session.device))])
+            outputs = model([(modality, _move(inputs, session.device))])
         del outputs
         forget_forward(model)
         most = max(most, sum(saved.values()) // tokens)
@@ -117,6 +122,7 @@ def _auto_tokens(
     if session.device.type != "cuda":
         log.info("micro-batches: %s padded tokens (auto: fixed on CPU)", f"{CPU_MICRO_BATCH_TOKENS:,d}")
         return CPU_MICRO_BATCH_TOKENS
+    # Half of the free memory is the first guess: the backward pass also needs room for gradients.
     tokens = max(_free_bytes(session) // (2 * per_token), longest)
     tokens = -collectives.max_ints([-tokens])[0]
     while tokens > SMALLEST_BUDGET:
@@ -129,15 +135,17 @@ def _auto_tokens(
 
 
 def _trial(model: nn.Module, featuriser: Featuriser, session: Session, sample: Sequence[Features], tokens: int) -> bool:
-    """Whether forward and backward of the longest inputs stay within the share of device memory, on every rank."""
+    """Return whether forward and backward of the longest inputs stay within the memory limit on every rank.
+    Collective."""
     torch.cuda.reset_peak_memory_stats(session.device)
     fits = True
+    # As in a real step: all FSDP units stay gathered between micro-batches, so they count towards the peak.
     if session.keeps_gathered:
         set_keep_gathered(model, True)
-    for lane in featuriser.description.lanes:
-        inputs, _ = _repeat_longest(featuriser, lane, sample, tokens)
+    for modality in featuriser.description.modalities:
+        inputs, _ = _repeat_longest(featuriser, modality, sample, tokens)
         try:
-            outputs = model([(lane, _move(inputs, session.device))])
+            outputs = model([(modality, _move(inputs, session.device))])
             if outputs[0].requires_grad:
                 outputs[0].sum().backward()
             del outputs
@@ -147,6 +155,7 @@ def _trial(model: nn.Module, featuriser: Featuriser, session: Session, sample: S
     if session.fsdp is not None and session.keeps_gathered:
         set_keep_gathered(model, False, session.fsdp.reshard_after_forward)
         reshard(model)
+    # The trial's gradients must not reach the first optimizer step.
     model.zero_grad(set_to_none=True)
     total = torch.cuda.get_device_properties(session.device).total_memory
     fits = fits and torch.cuda.max_memory_reserved(session.device) < CUDA_MEMORY_SHARE * total
@@ -155,13 +164,13 @@ def _trial(model: nn.Module, featuriser: Featuriser, session: Session, sample: S
 
 
 def _repeat_longest(
-    featuriser: Featuriser, lane: Lane, sample: Sequence[Features], tokens: int
+    featuriser: Featuriser, modality: Modality, sample: Sequence[Features], tokens: int
 ) -> tuple[dict[str, Tensor], int]:
-    """A micro-batch of the longest input of a lane, as often as it fits; and its size in tokens."""
+    """Return a micro-batch of a modality's longest input, repeated to fill `tokens`, and its size in tokens."""
     longest = max(
-        (feature for feature in sample if feature.lane == lane),
+        (feature for feature in sample if feature.modality == modality),
         key=lambda feature: feature.length,
-        default=featuriser.dummy(lane),
+        default=featuriser.dummy(modality),
     )
     rows = max(tokens // longest.length, 1)
     return featuriser.collate([longest] * rows), rows * longest.length

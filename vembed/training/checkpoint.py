@@ -1,15 +1,15 @@
-"""Checkpointer: writes, verifies, keeps and reads a run's checkpoints; every method is called by all ranks together.
+"""Checkpointer: writes, verifies, prunes and reads the checkpoints of a run. All ranks must call each method.
 
 A checkpoint is a folder `checkpoint-<step>`:
 
     manifest.json            every file with size and SHA-256, and a checksum of the list itself
     state.json               step, counters, best score, settings, versions
-    index.json               which piece of which tensor lies in which file
+    index.json               the file of each piece of each tensor
     rank<r>-<n>.safetensors  trained weights, loss parameters and optimizer state, in pieces
 
-It is written as `checkpoint-<step>.partial`, flushed to disk, and renamed when every rank has written: whatever kills
-the run leaves either a whole checkpoint or none. Any number of ranks and any strategy reads what any other wrote.
-Nothing in it is pickled: a checkpoint from a stranger can be wrong, but it cannot run code.
+It is written as `checkpoint-<step>.partial`, flushed to disk, and renamed after every rank has written. A run that is
+killed leaves a complete checkpoint or none. Any number of ranks and any strategy can read it. Nothing is pickled, so a
+checkpoint from an untrusted source cannot run code.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logging.getLogger("vembed")
 
 
 class Checkpointer:
-    """The checkpoints of one run; a context manager, whose end waits for the last save."""
+    """The checkpoints of one run. A context manager: its exit waits for the last save."""
 
     def __init__(self, config: TrainConfig, session: Session) -> None:
         self.config = config
@@ -57,9 +57,9 @@ class Checkpointer:
         self.output = Path(config.output_dir)
         self.identity: dict[str, Any] = {}
         self.save_seconds = 0.0
-        """How long the longest save took, for whoever must leave time for one."""
+        """Duration of the longest save, for callers that must reserve time for one."""
         self._alone = session.world_size == 1
-        # An asynchronous save talks from its own thread, so it needs a group of its own.
+        # An asynchronous save communicates from its own thread, so it needs a process group of its own.
         timeout = timedelta(minutes=config.dist_timeout_minutes)
         self._group = collectives.new_cpu_group(timeout) if config.async_save else None
         self._pending: Future[Any] | None = None
@@ -72,7 +72,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """A checkpoint that is being written is finished, all the more when the run has failed."""
+        """Finish the checkpoint that is being written, also when the run has failed."""
         try:
             self.wait()
         except (RunError, RuntimeError) as problem:
@@ -83,16 +83,16 @@ class Checkpointer:
     # ---- before training ---------------------------------------------------------------------------------------
 
     def find(self) -> Path | None:
-        """The checkpoint to go on from, or None for a new run.
+        """Return the checkpoint to resume from, or None for a new run.
 
-        Refuses an output_dir that cannot be written to, or that holds another run. Removes what a killed process left
-        half-written, passes over damaged checkpoints, and sets aside those that the resumed run will not reach.
+        Raise UserError if output_dir is not writable or holds another run. Remove incomplete folders that a killed
+        process left, skip damaged checkpoints, and set aside checkpoints later than the chosen one.
         """
         self._probe()
         answer: dict[str, Any] = {}
         if self.session.is_main:
             for name in integrity.remove_leftovers(self.output):
-                log.info("removed %s, which an earlier process left half-written", name)
+                log.info("removed %s (incomplete, left by an earlier process)", name)
             try:
                 answer = {"paths": [str(path) for path in candidates(self.config)]}
             except UserError as error:
@@ -108,13 +108,13 @@ class Checkpointer:
                 chosen = path
                 break
             damaged[path] = problems
-            log.warning("%s is passed over: %s", path, "; ".join(problems))
+            log.warning("skipped %s: %s", path, "; ".join(problems))
         if chosen is None and damaged and self.config.resume != "auto":
             wanted = "true" if self.config.resume is True else self.config.resume
             raise UserError(
-                f"resume: {wanted}, but none of the {len(damaged)} checkpoint(s) is whole ("
+                f"resume: {wanted}, but none of the {len(damaged)} checkpoint(s) is intact ("
                 + "; ".join(f"{path.name}: {problems[0]}" for path, problems in damaged.items())
-                + "); bring one back, or start anew with resume: auto or in another output_dir"
+                + "); restore one, or start anew with resume: auto or in another output_dir"
             )
         if self.session.is_main:
             self._set_aside(chosen, set(damaged))
@@ -127,9 +127,9 @@ class Checkpointer:
         return chosen
 
     def check(self, directory: Path | None, identity: Mapping[str, Any]) -> None:
-        """Before the model is loaded: refuse to go on from a checkpoint that was trained with other settings.
+        """Raise UserError if a checkpoint was trained with other settings. Called before the model is loaded.
 
-        `identity` is what must stay besides options: {"data": fingerprint, "global_batch_size": n}.
+        `identity` holds what must match besides options: {"data": fingerprint, "global_batch_size": n}.
         """
         self.identity = dict(identity)
         if self.config.negatives_from == "own_rank":
@@ -150,7 +150,7 @@ class Checkpointer:
     def load(
         self, directory: Path, model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """Bring model, loss and optimizer to the state of a checkpoint; returns what `save` was given as `state`.
+        """Restore model, loss and optimizer from a checkpoint; return the `state` that was passed to `save`.
 
         metrics.jsonl is cut to end at the checkpoint's step.
         """
@@ -161,36 +161,36 @@ class Checkpointer:
             trim_metrics(self.output, state["step"])
         changed = {one.name for one in self._differences(directory)} & JUDGES
         if changed:
-            log.info("the best score so far is forgotten: eval_metric or the evaluation data have changed")
+            log.info("the best score is reset (eval_metric or the evaluation data changed)")
             state |= {"best": None, "best_step": None, "best_scores": {}}
         if "val_data_path" in changed:
-            # Scores on other data are no part of this run's report, and do not stand for an evaluation of this step.
+            # Scores on other data do not belong in this run's report and do not count as an evaluation of this step.
             state |= {"before": {}, "scores": {}, "scored_step": None}
         return state
 
     def load_weights(self, directory: Path, model: nn.Module, loss: nn.Module) -> bool:
-        """Bring model and loss alone to the state of a checkpoint (the best one, at the end of a run).
+        """Restore only the weights of model and loss (of the best checkpoint, at the end of a run).
 
-        False, with a warning, where it is not there or not whole: the weights stay as they are.
+        Return False, with a warning and unchanged weights, if the checkpoint is missing or damaged.
         """
         self.wait()
         problems = self.verify(directory)
         if problems:
-            log.warning("the weights of %s cannot be taken: %s", directory, "; ".join(problems))
+            log.warning("cannot load the weights of %s: %s", directory, "; ".join(problems))
             return False
         self._read(directory, read_state(directory), model, loss, None)
         return True
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Return the folder of a step's checkpoint, whether or not it exists."""
         return self.output / checkpoint_name(step)
 
     def has_saved(self, step: int) -> bool:
-        """Whether the newest save that went well was of that step; with `async_save`, to be asked after `wait`."""
+        """Return whether the newest successful save was of that step. With `async_save`, call `wait` first."""
         return step == self._saved_step
 
     def verify(self, directory: Path) -> list[str]:
-        """What is wrong with a checkpoint, in words; each rank reads its part of the files."""
+        """Return the problems of a checkpoint. Each rank reads its part of the files. Collective."""
         world = self.session.world_size
         found = integrity.verify(directory, part=self.session.rank, num_parts=world)
         return list(dict.fromkeys(problem for part in collectives.gather_objects_as_json(found) for problem in part))
@@ -205,10 +205,11 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         extra: Callable[[Path], None] | None = None,
     ) -> None:
-        """Write a checkpoint of `state["step"]`; never removes that of `state["best_step"]`. Twice for a step: once.
+        """Write the checkpoint of `state["step"]`. A second call for the same step does nothing.
 
-        `extra` writes more files into the folder (the whole model, with fsdp_state_dict_type: FULL_STATE_DICT); it is
-        called by all ranks. With `async_save`, this returns when the tensors have been copied to host memory.
+        The checkpoint of `state["best_step"]` is never pruned. All ranks call `extra`, which writes more files into the
+        folder (the whole model, with fsdp_state_dict_type: FULL_STATE_DICT). With `async_save`, return once the tensors
+        are copied to host memory.
         """
         self.wait()
         step = int(state["step"])
@@ -243,7 +244,7 @@ class Checkpointer:
         self.save_seconds = max(self.save_seconds, time.monotonic() - began)
 
     def wait(self) -> None:
-        """Wait for an asynchronous save; every save does, and the run does before it ends."""
+        """Wait for an asynchronous save. Each save calls this first; the run calls it before it ends."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._guard(pending.result, *self._saving)
@@ -251,11 +252,11 @@ class Checkpointer:
     # ---- parts -------------------------------------------------------------------------------------------------
 
     def _probe(self) -> None:
-        """Every rank must be able to write to output_dir, and to see there what rank 0 writes."""
+        """Raise UserError unless every rank can write to output_dir and sees there the files of rank 0."""
         name = f".probe-{self.session.rank}"
         problem = integrity.probe(self.output, name)
         problems = collectives.gather_objects_as_json(problem)
-        # Not asked where writing failed already: there, even asking may be forbidden.
+        # Skipped where writing failed already: even a lookup may be forbidden there.
         shared = collectives.gather_objects_as_json(problem is not None or (self.output / ".probe-0").exists())
         if problem is None:
             (self.output / name).unlink()
@@ -272,12 +273,12 @@ class Checkpointer:
             )
 
     def _set_aside(self, chosen: Path | None, damaged: set[Path]) -> None:
-        """Checkpoints of this folder later than the chosen one would be mistaken for the resumed run's."""
+        """Rename checkpoints later than the chosen one, so that they are not taken for the resumed run's."""
         after = -1 if chosen is None else _step_in(chosen, self.output)
         for step, path in list_checkpoints(self.output):
             if step > after:
                 ending = DAMAGED if path in damaged else ABANDONED
-                log.info("%s is now called %s", path, integrity.set_aside(path, ending).name)
+                log.info("renamed %s to %s", path, integrity.set_aside(path, ending).name)
 
     def _read(
         self,
@@ -317,7 +318,7 @@ class Checkpointer:
         }
 
     def _attempt(self, action: Callable[[], None]) -> str | None:
-        """Do something that may meet a full disk on any rank; what all ranks then know of it."""
+        """Run an action that may meet a full disk on any rank; return the errors known to all ranks."""
         problem = None
         try:
             action()
@@ -326,7 +327,8 @@ class Checkpointer:
         return next((one for one in collectives.gather_objects_as_json(problem) if one is not None), None)
 
     def _guard(self, action: Callable[[], Any], step: int, final: Path) -> None:
-        """torch tells every rank what any rank met. A disk that cannot be written to is no bug; all else is."""
+        """Turn disk errors, which torch reports to every rank, into the `on_save_error` policy. Other errors
+        propagate."""
         try:
             action()
             self._saved_step = step
@@ -346,7 +348,7 @@ class Checkpointer:
         log.error("%s; going on (on_save_error: continue)", what)
 
     def _committed(self, final: Path, best_step: int | None, began: float) -> None:
-        """On rank 0, when a checkpoint is in place: say so, and remove the oldest."""
+        """Log the finished checkpoint and prune the oldest ones. Runs on rank 0."""
         size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
         log.info("saved %s (%.2f GB, %.1f s)", final.name, size / 1e9, time.monotonic() - began)
         try:
@@ -358,18 +360,19 @@ class Checkpointer:
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself: "loop" (what `save` was given), "config", "identity", versions."""
+    """Return a checkpoint's state.json: "loop" (the `state` given to `save`), "config", "identity", versions."""
     state: dict[str, Any] = json.loads((directory / STATE).read_bytes())
     return state
 
 
 def latest_good(output_dir: Path) -> Path | None:
-    """The newest checkpoint of a run that is whole; says which were passed over and why. For one process alone."""
+    """Return the newest complete checkpoint of a run; log those skipped and why. Not collective: for a single
+    process."""
     for _, path in reversed(list_checkpoints(output_dir)):
         problems = integrity.verify(path)
         if not problems:
             return path
-        log.warning("%s is passed over: %s", path, "; ".join(problems))
+        log.warning("skipped %s: %s", path, "; ".join(problems))
     return None
 
 
@@ -380,7 +383,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _step_in(chosen: Path, output: Path) -> int:
-    """The step of a checkpoint if it is one of this folder; of another folder's, none is later."""
+    """Return the step of a checkpoint of this folder, or -1 for one of another folder: all steps here are later."""
     steps = {path.resolve(): step for step, path in list_checkpoints(output)}
     return steps.get(chosen.resolve(), -1)
 

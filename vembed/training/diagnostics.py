@@ -1,4 +1,4 @@
-"""Diagnostics: what each rank did between two log lines, put together for metrics.jsonl and for one readable line."""
+"""Diagnostics: per-rank counts between two log lines, combined for metrics.jsonl and for the log line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from vembed.data.share import Share
+from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
 from vembed.distributed.memory import memory_snapshot
 from vembed.distributed.session import Session
@@ -15,12 +15,12 @@ from vembed.training.step import BatchResult
 from vembed.training.timing import PhaseTimer
 
 SLOW_RANK = 1.2
-"""A rank whose own work takes so much longer than the median's is named in the log line."""
+"""Ratio of a rank's own working time to the median's from which the log line names it as slow."""
 
 
 @dataclass
 class Window:
-    """Counts of this rank since the last log line; time between `end` and `begin` (evaluation, saving) is not in."""
+    """Counts of this rank since the last log line. Time between `end` and `begin` (evaluation, saving) is excluded."""
 
     num_examples: int = 0
     num_inputs: int = 0
@@ -33,25 +33,25 @@ class Window:
     began: float = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start timing a step."""
         self.began = time.perf_counter()
 
     def end(self) -> None:
-        """A step has ended."""
+        """Stop timing a step."""
         self.num_steps += 1
         self.seconds += time.perf_counter() - self.began
 
-    def add(self, share: Share, result: BatchResult) -> None:
+    def add(self, rank_batch: RankBatch, result: BatchResult) -> None:
         """Count one global batch."""
-        self.num_examples += share.num_examples
-        self.num_inputs += share.num_inputs
-        self.num_distinct += len(share.features)
-        self.useful_tokens += share.useful_tokens
+        self.num_examples += rank_batch.num_examples
+        self.num_inputs += rank_batch.num_inputs
+        self.num_distinct += len(rank_batch.features)
+        self.useful_tokens += rank_batch.useful_tokens
         self.padded_tokens += result.padded_tokens
-        self.num_forwards += result.num_calls
+        self.num_forwards += result.num_forwards
 
     def figures(self, session: Session, timer: PhaseTimer) -> dict[str, Any]:
-        """What all ranks did in this window; collective, the same on every rank."""
+        """Return the figures of all ranks for this window. Collective; the same on every rank."""
         seconds = max(self.seconds, 1e-9)
         phases = timer.take()
         mine = {
@@ -62,6 +62,7 @@ class Window:
         }
         ranks = collectives.gather_objects_as_json(mine)
         examples, inputs, distinct, useful, padded = (sum(rank["counts"][i] for rank in ranks) for i in range(5))
+        # Time in collectives is excluded: it includes waiting for the slowest rank, so it would hide which one that is.
         work = [sum(rank["seconds"].values()) - rank["seconds"]["wait"] for rank in ranks]
         slowest = max(range(len(work)), key=work.__getitem__)
         return {
@@ -81,7 +82,7 @@ class Window:
 
 
 def log_line(values: dict[str, Any], total_steps: int, seconds_left: float) -> str:
-    """One step as a person reads it."""
+    """Return the log line of one step."""
     line = (
         f"step {values['step']:,d}/{total_steps:,d}  epoch {values['epoch']:.2f}  loss {values['loss']:.4f}  "
         f"lr {values['learning_rate']:.2e}  grad norm {values['grad_norm']:.3f}  "

@@ -1,4 +1,4 @@
-"""The end of a run: the model into final/, the summary and the report beside it."""
+"""End of a run: the model in final/, the summary and the report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def save_final(
     eval_data: EvalData | None,
     state: LoopState,
 ) -> Path:
-    """Write final/ and the report, and return the model's folder. Collective: every rank gives its weights."""
+    """Write final/ and the report; return the model's folder. Collective: every rank contributes its weights."""
     try:
         return _save(config, session, embedder, model, loss, store, eval_data, state)
     except (OSError, SafetensorError) as error:
@@ -113,7 +113,7 @@ def _save(
             if state.num_skipped
             else [],
         ).save(output)
-        from vembed.evaluation.report import write_report  # brings matplotlib, which the first step need not wait for
+        from vembed.evaluation.report import write_report  # imports matplotlib, so it is not done before the first step
 
         write_report(output)
         log.info("model: %s", directory)

@@ -1,7 +1,7 @@
-"""What frozen towers give for the inputs of a step: computed once per step, or once per run and kept on disk.
+"""Features of frozen towers: computed once per step, or once per run and cached on disk.
 
-`FrozenTowers` is for lanes that nothing but a head or a projection follows. `FrozenImages` is for a vision-language
-model, whose frozen image tower stands before a language model that is trained.
+`FrozenTowers` is for modalities followed only by a head or a projection. `FrozenImages` is for a vision-language model,
+whose frozen image tower precedes a trained language model.
 """
 
 from __future__ import annotations
@@ -18,159 +18,172 @@ from vembed.config.schema import TrainConfig
 from vembed.data.cache import cache_folder
 from vembed.data.feature_store import FeatureStore, size_of_all
 from vembed.data.features import Features
-from vembed.data.feeding import Call, Feeder, Inputs, Part
+from vembed.data.feeding import Feeder, MicroBatch, ModalitySlice, ModelInputs
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.evaluation.encoding import Between, plan_in_step
-from vembed.models.description import Lane
+from vembed.evaluation.encoding import Between, split_in_step
+from vembed.models.description import Modality
 from vembed.models.embedder import FEATURES, EmbeddingModel
 from vembed.models.identity import tower_identity
-from vembed.models.lanes import IMAGE_FEATURES
+from vembed.models.modalities import IMAGE_FEATURES
 
 log = logging.getLogger("vembed")
 
-Stores = Mapping[Lane, FeatureStore]
+Stores = Mapping[Modality, FeatureStore]
 IMAGES_SHARE = 0.05
-"""Share of a process's memory that images may take between the phases of a step."""
+"""Fraction of a process's memory that image features may take between the phases of a step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What a store holds for one lane's inputs of a share, and which of them it lacks, by their places in the share."""
+class CachedRows:
+    """Cached rows of one modality of a rank batch, and the inputs not in the cache. Inputs are named by position."""
 
     places: list[int]
     rows: list[np.ndarray]
     missing: list[int]
 
 
-def open_stores(config: TrainConfig, session: Session, embedder: EmbeddingModel) -> dict[Lane, FeatureStore]:
-    """Stores of all frozen lanes, with `cache_frozen_features: true`; collective. To be called while rank 0 has the
-    whole model: their names depend on the weights."""
+def open_stores(config: TrainConfig, session: Session, embedder: EmbeddingModel) -> dict[Modality, FeatureStore]:
+    """Open the stores of all frozen modalities, with `cache_frozen_features: true`. Collective. Call it while rank 0
+    holds the whole model: the stores' names depend on the weights."""
     if not config.cache_frozen_features:
         return {}
-    lanes = embedder.frozen_lanes()
-    if not lanes:
+    modalities = embedder.frozen_modalities()
+    if not modalities:
         family = embedder.description.family
         hint = (
-            "a vision-language model's images pass its language model too, so there is nothing to keep; set it to false"
+            "a vision-language model's images pass its language model too, so they cannot be cached; set it to false"
             if family == "vision_language"
             else "freeze one (freeze: [vision] or [text], or lora_towers), or set it to false"
         )
         raise UserError(
-            f"cache_frozen_features: true needs a tower of which nothing is trained, and {config.model_name} "
+            f"cache_frozen_features: true needs a tower without trained parameters, and {config.model_name} "
             f"({family}) has none in this run: {hint}"
         )
     arithmetic = str(session.mixed_precision)
     identities = {}
     if session.is_main:
-        identities = {lane: tower_identity(embedder.description, embedder.backbone, lane, arithmetic) for lane in lanes}
+        identities = {
+            modality: tower_identity(embedder.description, embedder.backbone, modality, arithmetic)
+            for modality in modalities
+        }
     identities = collectives.broadcast_json(identities)
     folder = cache_folder() / "features"
-    stores = {lane: FeatureStore(folder, identities[lane]) for lane in lanes}
-    for lane, store in stores.items():
-        log.info("frozen features, %s: %s kept in %s", lane, f"{len(store):,d}", store.folder)
+    stores = {modality: FeatureStore(folder, identities[modality]) for modality in modalities}
+    for modality, store in stores.items():
+        log.info("frozen features, %s: %s kept in %s", modality, f"{len(store):,d}", store.folder)
     if session.is_main:
         num_towers, num_bytes = size_of_all(folder)
         log.info(
-            "frozen features: %s holds those of %s towers, %.1f MB in all; vembed deletes none, you may at any time",
+            "frozen features: %s holds those of %s towers, %.1f MB in all; vembed never deletes them, you may",
             folder, f"{num_towers:,d}", num_bytes / 1e6,
         )  # fmt: skip
     return stores
 
 
 def log_use(stores: Stores) -> None:
-    """Say how many features were computed and how many read, by all ranks together; collective."""
-    for lane, store in stores.items():
+    """Log how many features were computed and how many read, summed over the ranks. Collective."""
+    for modality, store in stores.items():
         computed, read = collectives.sum_ints([store.num_added, store.num_read])
         log.info(
             "frozen features, %s: %s computed, %s read from %s (%.1f MB there)",
-            lane, f"{computed:,d}", f"{read:,d}", store.folder, store.num_bytes / 1e6,
+            modality, f"{computed:,d}", f"{read:,d}", store.folder, store.num_bytes / 1e6,
         )  # fmt: skip
 
 
 class FrozenTowers:
-    """Puts each input of a frozen lane through its tower at most once per step, without dropout and without graphs."""
+    """Frozen towers. Each input passes its tower at most once per step, without dropout and without graphs."""
 
-    def __init__(self, model: nn.Module, lanes: Sequence[Lane], feeder: Feeder, stores: Stores) -> None:
+    def __init__(self, model: nn.Module, modalities: Sequence[Modality], feeder: Feeder, stores: Stores) -> None:
         self.model = model
-        self.lanes = tuple(sorted(lanes))  # in the same order on every rank
+        self.modalities = tuple(
+            sorted(modalities)
+        )  # the same order on every rank, because FSDP gathers weights in each call
         self.feeder = feeder
         self.stores = stores
-        self._dummies: dict[Lane, Tensor] = {}
+        self._dummies: dict[Modality, Tensor] = {}
 
-    def look_up(self, features: Sequence[Features]) -> dict[Lane, Known]:
-        """What need not be computed; each rank for itself."""
-        known = {}
-        for lane in self.lanes:
-            places = [place for place, one in enumerate(features) if one.lane == lane]
-            found = self.stores[lane].find([features[place] for place in places]) if lane in self.stores else {}
-            known[lane] = Known(
+    def look_up(self, features: Sequence[Features]) -> dict[Modality, CachedRows]:
+        """Return the cached rows of each frozen modality. Local to the rank."""
+        cached = {}
+        for modality in self.modalities:
+            places = [place for place, one in enumerate(features) if one.modality == modality]
+            found = self.stores[modality].find([features[place] for place in places]) if modality in self.stores else {}
+            cached[modality] = CachedRows(
                 places=[places[position] for position in found],
                 rows=list(found.values()),
                 missing=[place for position, place in enumerate(places) if position not in found],
             )
-        return known
+        return cached
 
-    def see(
+    def encode(
         self, features: Sequence[Features], budget: int, max_rows: int | None, between: Between | None
-    ) -> dict[Lane, Tensor]:
-        """The same as `features` outside of a step, whose ranks have agreed on nothing yet; collective."""
-        known = self.look_up(features)
-        missing = {lane: one.missing for lane, one in known.items()}
-        plans = plan_in_step(features, missing, budget, max_rows, collectives.world_size())
-        return self.features(features, known, plans, between)
+    ) -> dict[Modality, Tensor]:
+        """Return the same as `features`, outside of a training step. Collective: agrees on micro-batch counts first."""
+        cached = self.look_up(features)
+        missing = {modality: one.missing for modality, one in cached.items()}
+        splits = split_in_step(features, missing, budget, max_rows, collectives.world_size())
+        return self.features(features, cached, splits, between)
 
     def features(
         self,
         features: Sequence[Features],
-        known: Mapping[Lane, Known],
-        plans: Mapping[Lane, list[list[int]]],
+        cached: Mapping[Modality, CachedRows],
+        splits: Mapping[Modality, list[list[int]]],
         between: Between | None = None,
-    ) -> dict[Lane, Tensor]:
-        """Per frozen lane [len(features), width], with zeros for inputs of other lanes. Collective: `plans` holds as
-        many micro-batches of what is missing on every rank; `between` is called after each."""
-        dummies = {lane: self._dummy(lane) for lane in self.lanes}
-        made: dict[Lane, list[tuple[list[int], Tensor]]] = {lane: [] for lane in self.lanes}
-        calls: list[Call] = [[(lane, rows)] for lane in self.lanes for rows in plans.get(lane, [])]
-        for call, output in zip(calls, self._towers(calls, features), strict=True):
-            ((lane, rows),) = call
+    ) -> dict[Modality, Tensor]:
+        """Return a [len(features), width] table per frozen modality, with zeros for inputs of other modalities.
+        Collective: `plans` must hold equally many micro-batches of the missing inputs on every rank. `between` is
+        called after each micro-batch."""
+        # Before the micro-batches and on every rank: a dummy is a forward pass, which is collective under FSDP.
+        dummies = {modality: self._dummy(modality) for modality in self.modalities}
+        made: dict[Modality, list[tuple[list[int], Tensor]]] = {modality: [] for modality in self.modalities}
+        micro_batches: list[MicroBatch] = [
+            [(modality, rows)] for modality in self.modalities for rows in splits.get(modality, [])
+        ]
+        for micro_batch, output in zip(micro_batches, self._towers(micro_batches, features), strict=True):
+            ((modality, rows),) = micro_batch
             if rows:
-                made[lane].append((rows, output))
-            if rows and lane in self.stores:
-                self.stores[lane].add([features[row] for row in rows], output.cpu().numpy())
+                made[modality].append((rows, output))
+            if rows and modality in self.stores:
+                self.stores[modality].add([features[row] for row in rows], output.cpu().numpy())
             if between is not None:
                 between()
         tables = {}
-        for lane in self.lanes:
-            table = dummies[lane].new_zeros(len(features), dummies[lane].shape[1])
-            if known[lane].places:
-                table[known[lane].places] = torch.from_numpy(np.stack(known[lane].rows)).to(table)
-            for rows, output in made[lane]:
+        for modality in self.modalities:
+            table = dummies[modality].new_zeros(len(features), dummies[modality].shape[1])
+            if cached[modality].places:
+                table[cached[modality].places] = torch.from_numpy(np.stack(cached[modality].rows)).to(table)
+            for rows, output in made[modality]:
                 table[rows] = output
-            tables[lane] = table
+            tables[modality] = table
         return tables
 
-    def inputs(self, part: Part, tables: Mapping[Lane, Tensor]) -> tuple[Lane, dict[str, Tensor]]:
-        """A frozen lane's part of a call, as the model takes it."""
-        lane, rows = part
-        return lane, {FEATURES: tables[lane][rows] if rows else self._dummy(lane)}
+    def inputs(
+        self, modality_slice: ModalitySlice, tables: Mapping[Modality, Tensor]
+    ) -> tuple[Modality, dict[str, Tensor]]:
+        """Return a frozen modality's slice of a micro-batch in the form that the model takes."""
+        modality, rows = modality_slice
+        return modality, {FEATURES: tables[modality][rows] if rows else self._dummy(modality)}
 
-    def _dummy(self, lane: Lane) -> Tensor:
-        """[1, width], for ranks that have no input of this lane; every rank computes it in its first step."""
-        if lane not in self._dummies:
-            (self._dummies[lane],) = self._towers([[(lane, [])]], [])
-        return self._dummies[lane]
+    def _dummy(self, modality: Modality) -> Tensor:
+        """Return a [1, width] feature for ranks without inputs of this modality. Every rank computes it in its first
+        step."""
+        if modality not in self._dummies:
+            (self._dummies[modality],) = self._towers([[(modality, [])]], [])
+        return self._dummies[modality]
 
-    def _towers(self, calls: Sequence[Call], features: Sequence[Features]) -> Iterator[Tensor]:
-        for inputs in self.feeder.feed(calls, features):
+    def _towers(self, micro_batches: Sequence[MicroBatch], features: Sequence[Features]) -> Iterator[Tensor]:
+        for inputs in self.feeder.feed(micro_batches, features):
             with torch.no_grad():
                 (output,) = self.model(inputs, features_only=True)
             yield output
 
 
 class FrozenImages:
-    """Puts images through the image tower once per step, where Gradient Cache would do it in both phases."""
+    """Features of a frozen image tower, kept between the two phases of Gradient Cache so that images pass it once
+    per step."""
 
     def __init__(self, model: nn.Module, session: Session, bytes_per_token: int | None) -> None:
         """Collective. `bytes_per_token`: see `EmbeddingModel.bytes_of_frozen_images`."""
@@ -178,34 +191,40 @@ class FrozenImages:
         self.max_tokens = 0
         if bytes_per_token is not None:
             room = int(IMAGES_SHARE * session.memory_of_a_process)
+            # The minimum over the ranks: all must make the same choice, or their FSDP gathers would differ.
             self.max_tokens = -collectives.max_ints([-(room // bytes_per_token)])[0]
             log.info(
-                "frozen image tower: its images pass it once per step where a share has at most %s tokens "
+                "frozen image tower: features are kept between the phases of a step for up to %s tokens per rank "
                 "(%s bytes each, %d%% of the memory)",
                 f"{self.max_tokens:,d}", f"{bytes_per_token:,d}", round(100 * IMAGES_SHARE),
             )  # fmt: skip
 
     def keeps(self, num_tokens: int) -> bool:
-        """Whether a step keeps what the tower gives; the same answer on every rank for the same number."""
+        """Return whether a step keeps the tower's features. The same on every rank, since `num_tokens` is."""
         return num_tokens <= self.max_tokens
 
-    def see(self, inputs: Inputs) -> list[Tensor]:
-        """What the tower gives for each part of the vision lane in a call."""
-        parts = [part for part in inputs if part[0] == "vision"]
+    def encode(self, inputs: ModelInputs) -> list[Tensor]:
+        """Return the image tower's features for each vision slice of a micro-batch."""
+        parts = [modality_slice for modality_slice in inputs if modality_slice[0] == "multimodal"]
         if not parts:
             return []
         with torch.no_grad():
             seen: list[Tensor] = self.model(parts, images_only=True)
         return seen
 
-    def instead(self, inputs: Inputs, seen: Sequence[list[Tensor]], call: int) -> Inputs:
-        """The inputs of a call with what the tower gave in place of the pixels; as they are, where nothing is kept."""
+    def substitute(self, inputs: ModelInputs, seen: Sequence[list[Tensor]], micro_batch: int) -> ModelInputs:
+        """Return the micro-batch with features in place of pixels, or unchanged if none were kept."""
         if not seen:
             return inputs
-        given = iter(seen[call])
+        given = iter(seen[micro_batch])
         return [
-            (lane, {**_without(tensors, "pixel_values"), IMAGE_FEATURES: next(given)} if lane == "vision" else tensors)
-            for lane, tensors in inputs
+            (
+                modality,
+                {**_without(tensors, "pixel_values"), IMAGE_FEATURES: next(given)}
+                if modality == "multimodal"
+                else tensors,
+            )
+            for modality, tensors in inputs
         ]
 
 

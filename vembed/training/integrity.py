@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: their names, their manifest of checksums, what is good, what is removed. No torch."""
+"""Checkpoint folders on disk: names, manifest with checksums, verification, removal. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ log = logging.getLogger("vembed")
 MANIFEST = "manifest.json"
 STATE = "state.json"
 PARTIAL = ".partial"
-"""End of the name of a folder that is being written or removed: it never counts, and the next start removes it."""
+"""Suffix of a folder that is being written or removed. It never counts; the next start removes it."""
 DAMAGED = ".damaged"
-"""End of the name of a folder that failed its checksums: kept until the next checkpoint has been written."""
+"""Suffix of a folder that failed its checksums. It is kept until the next checkpoint is written."""
 ABANDONED = ".abandoned"
-"""End of the name of a checkpoint later than the one that was resumed from: kept until the user removes it."""
+"""Suffix of a checkpoint later than the one resumed from. It is kept until the user removes it."""
 _NAME = re.compile(r"checkpoint-(\d+)")
 _FORMAT = 1
 _READ_BYTES = 8 * 2**20
 
 
 def checkpoint_name(step: int) -> str:
-    """Name of the folder of a checkpoint."""
+    """Return the folder name of a checkpoint."""
     return f"checkpoint-{step}"
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """Every folder that is named like a checkpoint, good or not, by step."""
+    """Return every folder that is named like a checkpoint, valid or not, sorted by step."""
     if not output_dir.is_dir():
         return []
     named = [(found, path) for path in output_dir.iterdir() if (found := _NAME.fullmatch(path.name)) and path.is_dir()]
@@ -41,7 +41,7 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def sha256_of(path: Path) -> str:
-    """Checksum of a file."""
+    """Return the SHA-256 checksum of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
@@ -50,7 +50,7 @@ def sha256_of(path: Path) -> str:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a new file and wait until the disk has it."""
+    """Write a new file and flush it to disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -58,7 +58,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file's content, or the names of a folder's files."""
+    """Flush a file's content, or a folder's directory entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -67,7 +67,7 @@ def sync(path: Path) -> None:
 
 
 def write_manifest(directory: Path, checksums: Mapping[str, str]) -> None:
-    """List every file below a folder with size and checksum; `checksums` spares reading the files that it names."""
+    """List every file below a folder with size and checksum. Files named in `checksums` are not read again."""
     files = {}
     for path in sorted(directory.rglob("*")):
         if path.is_file():
@@ -88,17 +88,21 @@ def _seal(content: Mapping[str, Any]) -> str:
 
 
 def commit(partial: Path, final: Path, checksums: Mapping[str, str]) -> None:
-    """Make a written folder a checkpoint: manifest, flush, rename. Before the rename it does not count."""
+    """Turn a written folder into a checkpoint: manifest, flush, rename. It does not count before the rename."""
     write_manifest(partial, checksums)
+    # Content first, rename second: after a power cut, a name without `.partial` implies complete files. Files in
+    # `checksums` were flushed by the rank that wrote them.
     for path in (partial, *partial.rglob("*")):
         if path.relative_to(partial).as_posix() not in checksums:
             sync(path)
     partial.rename(final)
+    # The rename itself is durable only when the parent's directory entries are on disk.
     sync(final.parent)
 
 
 def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
-    """What is wrong with a checkpoint, in words; nothing if it is whole. With `num_parts`, one part of the files."""
+    """Return the problems of a checkpoint as messages; empty if it is intact. With `num_parts`, check one part of
+    the files."""
     try:
         content = json.loads((directory / MANIFEST).read_bytes())
         seal = content.pop("sha256")
@@ -129,16 +133,17 @@ def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
 
 
 def remove(directory: Path) -> None:
-    """Remove a checkpoint so that it stops counting at once, whenever this is interrupted."""
+    """Remove a checkpoint. It stops counting at once, even if the removal is interrupted."""
     leaving = directory.with_name(directory.name + ".removed" + PARTIAL)
     if leaving.exists():
         shutil.rmtree(leaving)
+    # Rename first: a removal that is cut short must not leave a damaged checkpoint under a valid name.
     directory.rename(leaving)
     shutil.rmtree(leaving)
 
 
 def set_aside(directory: Path, ending: str) -> Path:
-    """Rename a checkpoint so that it no longer counts, and say what it is called now."""
+    """Rename a checkpoint so that it no longer counts; return its new path."""
     target = directory.with_name(directory.name + ending)
     if target.exists():
         shutil.rmtree(target)
@@ -147,7 +152,7 @@ def set_aside(directory: Path, ending: str) -> Path:
 
 
 def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
-    """Remove the oldest checkpoints until `limit` are left, never the newest and those of the steps in `keep`."""
+    """Remove the oldest checkpoints until `limit` are left. The newest and the steps in `keep` are never removed."""
     for path in output_dir.glob(f"checkpoint-*{DAMAGED}"):
         shutil.rmtree(path)
     found = list_checkpoints(output_dir)
@@ -161,7 +166,7 @@ def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
 
 
 def remove_leftovers(output_dir: Path) -> list[str]:
-    """Remove what a killed process left half-written or half-removed; returns the names."""
+    """Remove folders that a killed process left incomplete; return their names."""
     leftovers = [path for path in output_dir.glob(f"checkpoint-*{PARTIAL}") if path.is_dir()]
     for path in leftovers:
         shutil.rmtree(path)
@@ -169,7 +174,7 @@ def remove_leftovers(output_dir: Path) -> list[str]:
 
 
 def probe(folder: Path, name: str) -> str | None:
-    """Write and flush a small file, which stays; what went wrong, in words, or None."""
+    """Write and flush a small file, which stays. Return the error message, or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_durably(folder / name, b"vembed writes here\n")

@@ -1,4 +1,4 @@
-"""Interrupts: signals and the time limit end a run between two steps, on all ranks at the same one."""
+"""Interrupts: signals and the time limit. They end a run between two steps, on all ranks at the same step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from vembed.errors import Stopped
 log = logging.getLogger("vembed")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""SIGUSR1 is what Slurm can be asked to send some time before its SIGTERM, SIGHUP what a closed terminal sends: both
-count as SIGTERM (exit code 143). One that was to be ignored when the run began (nohup) stays ignored."""
+"""Signals that end a run. Slurm can be asked to send SIGUSR1 some time before its SIGTERM; a closed terminal sends
+SIGHUP. Both count as SIGTERM (exit code 143). A signal that was ignored when the run began (nohup) stays ignored."""
 SAME_REQUEST_SECONDS = 2.0
-"""Ctrl-C in a terminal reaches every process, and launchers pass it on: what comes this soon is no second signal."""
+"""Seconds within which a repeated signal counts as the same one. Ctrl-C reaches every process, and launchers pass it
+on."""
 _TIME_IS_UP = 1
 _CHECK_EVERY = 8
 _SLACK_SECONDS = 60.0
@@ -29,16 +30,16 @@ _SLACK_SHARE = 0.02
 
 
 class EvaluationStopped(Exception):  # noqa: N818 - not an error, as Stopped
-    """An evaluation that ends because the run is to stop: there is still a checkpoint to be saved."""
+    """Raised to end an evaluation early because the run is to stop. A checkpoint is still to be saved."""
 
 
 class Interrupts:
-    """Catches signals while its with-block runs.
+    """Signal handling while the with-block runs.
 
-    Before the first call of `agree` a signal ends the run where it stands: there is nothing to save. From then on it
-    sets a mark that `agree` and, in an evaluation, `check` share among the ranks, so that the run can finish the step
-    and save. After `training_is_over` it changes nothing more: what is left is to write final/. A second signal ends
-    the process at once, even while it waits for other ranks: a thread of its own reads the signals.
+    Before the first call of `agree`, a signal ends the run at once: there is nothing to save. From then on it sets a
+    flag that the ranks share in `agree` and, during an evaluation, in `check`, so that the run can finish the step and
+    save. After `training_is_over` the flag has no effect: only final/ is left to write. A second signal ends the
+    process at once, even while it waits for other ranks, because a separate thread reads the signals.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -56,9 +57,10 @@ class Interrupts:
         self._reader: threading.Thread | None = None
 
     def agree(self, save_seconds: float = 0.0) -> bool:
-        """After every step, on all ranks: whether any was signalled, or the time is up by the clock of rank 0.
+        """Return whether any rank was signalled, or the time is up by the clock of rank 0. All ranks call it after
+        every step.
 
-        `save_seconds` is what a checkpoint takes: with `max_train_minutes`, so much is left for it, and for a step.
+        `save_seconds` is the duration of a checkpoint. `max_train_minutes` reserves that time, and the time of a step.
         """
         now = time.monotonic()
         if self._is_armed:
@@ -67,20 +69,20 @@ class Interrupts:
         return self._ask(self._longest_step)
 
     def check(self) -> None:
-        """Between two micro-batches of an evaluation, on all ranks: raise EvaluationStopped where the run is to stop.
+        """Raise EvaluationStopped if the run is to stop. All ranks call it between two micro-batches of an evaluation.
 
-        Asks the other ranks at every eighth call only, which they all make as often.
+        Only every eighth call communicates; all ranks make the same number of calls.
         """
         self._num_checks += 1
         if self._is_armed and self._num_checks % _CHECK_EVERY == 0 and self._ask():
             raise EvaluationStopped
 
     def training_is_over(self) -> None:
-        """From here on a signal has nothing to stop; a second one still ends the process at once."""
+        """Stop reacting to signals. A second one still ends the process at once."""
         self._is_over = True
 
     def stopped(self, step: int, checkpoint: Path | None) -> Stopped:
-        """What to raise when `agree` was true and the checkpoint has been written, or could not be (None)."""
+        """Return the exception to raise after `agree` returned True. `None`: the checkpoint could not be written."""
         saved = f"saved in {checkpoint}; go on with --resume"
         if checkpoint is None:
             saved = "which could not be saved; --resume goes on with the newest checkpoint, if there is one"
@@ -90,8 +92,9 @@ class Interrupts:
         return Stopped(f"{name}: stopped after step {step:,d}, {saved}", self.agreed)
 
     def _ask(self, step_seconds: float = 0.0) -> bool:
-        """Whether any rank was signalled, or the time is up, with `step_seconds` before the next chance to stop. What
-        has been agreed once stays, although an evaluation, say, would fit into the time where a step does not."""
+        """Return whether any rank was signalled or the time is up, with `step_seconds` before the next chance to
+        stop. A positive answer is final, even if an evaluation would still fit into a time that is too short for a
+        step."""
         if self.agreed:
             return True
         mine = self._number
@@ -101,7 +104,7 @@ class Interrupts:
         return bool(self.agreed)
 
     def _time_is_up(self, step_seconds: float) -> bool:
-        """Whether a step and a checkpoint might not fit into what is left."""
+        """Return whether a step and a checkpoint might not fit into the remaining time."""
         if self.limit is None:
             return False
         slack = min(_SLACK_SECONDS, _SLACK_SHARE * self.limit)
@@ -115,7 +118,7 @@ class Interrupts:
             return self
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
-        # The system writes the number of each caught signal there, whatever the main thread is waiting for.
+        # Python's C handler writes each caught signal's number there, even while the main thread is blocked.
         self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         obeyed = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._handle) for number in obeyed}
@@ -140,13 +143,13 @@ class Interrupts:
         os.close(self._write_end)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - Python's signature
-        """In the main thread, between two of its instructions."""
+        """Handle a signal in the main thread, between two instructions."""
         if not self._is_armed:
             name = signal.Signals(number).name
             raise Stopped(f"{name} before the first step: nothing was trained, so nothing is lost", _counted_as(number))
 
     def _read(self) -> None:
-        """In a thread of its own: note the first signal, obey the second."""
+        """Record the first signal and end the process on the second. Runs in a thread of its own."""
         while number := os.read(self._read_end, 1)[0]:
             if number not in SIGNALS:
                 continue
@@ -160,7 +163,8 @@ class Interrupts:
                 os._exit(128 + _counted_as(number))
 
     def _hold_back(self) -> None:
-        """Around a fork: until the child has forgotten this run, its signals would count for the parent."""
+        """Block signals around a fork. Until the child has reset its handlers, its signals would count for the
+        parent."""
         if self._before:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
@@ -169,7 +173,7 @@ class Interrupts:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _forget(self) -> None:
-        """In a forked child (a pool's worker): a signal ends it, and does not concern the run."""
+        """Restore default signal handling in a forked child (a pool worker), so that a signal ends only the child."""
         if self._before:
             signal.set_wakeup_fd(-1)
             for number in self._before:

@@ -1,4 +1,4 @@
-"""What a run says and where: console, training_log.txt, metrics.jsonl, trackers. Rank 0 speaks, unless debug is on."""
+"""Logging of a run: console, training_log.txt, metrics.jsonl, trackers. Only rank 0 logs, unless debug is on."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.training.outlets import LastingStream, LineFile, LogFile
+from vembed.training.outlets import LineFile, LogFile, ResilientStream
 
 log = logging.getLogger("vembed")
 SECRET_MARKS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "CREDENTIAL")
-"""An environment variable whose name contains one of these has a value that no log line may show."""
+"""Substrings of environment variable names. The values of matching variables are never logged."""
 MIN_SECRET_LENGTH = 8
 
 
 class SafeFormatter(logging.Formatter):
-    """A formatter that shows no value of a secret environment variable, in messages and tracebacks alike."""
+    """Formatter that replaces the values of secret environment variables, in messages and tracebacks."""
 
     def __init__(self, pattern: str) -> None:
         super().__init__(pattern, "%Y-%m-%d %H:%M:%S")
@@ -40,7 +40,7 @@ class SafeFormatter(logging.Formatter):
         ]
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, secrets replaced."""
+        """Return the line with secrets replaced."""
         line = super().format(record)
         for secret in self.secrets:
             line = line.replace(secret, "***")
@@ -48,19 +48,19 @@ class SafeFormatter(logging.Formatter):
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes lines above the progress bar on a terminal, and as they are into a file or pipe."""
+    """Handler that writes above the progress bar on a terminal, and plain lines into a file or pipe."""
 
-    def __init__(self, console: Console, stream: LastingStream) -> None:
+    def __init__(self, console: Console, stream: ResilientStream) -> None:
         super().__init__()
         self.console = console
         self.stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one line."""
-        was_deaf = self.stream.is_deaf
+        was_closed = self.stream.is_closed
         self.console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
-        if self.stream.is_deaf and not was_deaf:
-            log.warning("nobody reads the console any more: the run goes on, and its lines are in the log file")
+        if self.stream.is_closed and not was_closed:
+            log.warning("the console is closed; the run continues and logs to its file")
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def run_logging(config: TrainConfig, rank: int) -> Iterator[Console]:
     output = Path(config.output_dir)
     plain = SafeFormatter("%(asctime)s %(levelname)s %(message)s")
     handlers: list[logging.Handler] = []
-    stream = LastingStream(sys.stdout)
+    stream = ResilientStream(sys.stdout)
     console = Console(file=cast(TextIO, stream), quiet=rank != 0)
     if rank == 0:
         screen = ConsoleHandler(console, stream)
@@ -112,7 +112,7 @@ def _log_file(path: Path) -> LogFile:
 
 
 class Metrics:
-    """metrics.jsonl and the trackers; on other ranks than 0 every call does nothing."""
+    """metrics.jsonl and the trackers. On ranks other than 0 every call is a no-op."""
 
     def __init__(self, config: TrainConfig, rank: int, first_step: int) -> None:
         self.active = rank == 0
@@ -123,27 +123,25 @@ class Metrics:
         self.file = LineFile(Path(config.output_dir) / "metrics.jsonl")
 
     def step(self, values: Mapping[str, Any]) -> None:
-        """One logged step: a line of metrics.jsonl, its numbers to the trackers."""
+        """Write one logged step to metrics.jsonl and its numbers to the trackers."""
         self._write(values, {f"train/{key}": value for key, value in _numbers(values).items()}, int(values["step"]))
 
     def evaluation(self, step: int, epoch: float, scores: Mapping[str, float]) -> None:
-        """One evaluation."""
+        """Write one evaluation."""
         line = {"step": step, "epoch": epoch, "eval": dict(scores)}
         self._write(line, {f"eval/{key.replace('@', '_at_')}": value for key, value in scores.items()}, step)
 
     def _write(self, line: Mapping[str, Any], flat: Mapping[str, float], step: int) -> None:
         if not self.active:
             return
-        # A line either ends with a newline or was cut by a crash; resuming drops the cut one.
+        # A line without a newline was cut by a crash; resuming drops it.
         self.file.write(json.dumps(_finite(line)))
         for tracker in list(self.trackers):
             try:
                 tracker.log(dict(flat), step=step)
             except OSError as error:
                 self.trackers.remove(tracker)
-                log.warning(
-                    "report_to: %s fails (%s) and gets nothing more; metrics.jsonl goes on", tracker.name, error
-                )
+                log.warning("report_to: %s failed and is disabled (%s); metrics.jsonl continues", tracker.name, error)
 
     def __enter__(self) -> Metrics:
         return self
@@ -159,7 +157,7 @@ class Metrics:
 
 
 def _start_tracker(name: str, config: TrainConfig, first_step: int) -> Any:
-    """One of Accelerate's trackers, with the run's settings."""
+    """Start one of Accelerate's trackers with the run's settings."""
     from accelerate import tracking
 
     run = config.run_name or Path(config.output_dir).resolve().name
@@ -168,7 +166,7 @@ def _start_tracker(name: str, config: TrainConfig, first_step: int) -> Any:
         if name == "tensorboard":
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
-                # What was logged after the checkpoint's step is drawn anew; in a new run, all that is in the folder.
+                # Purge what was logged after the checkpoint's step; in a new run, everything in the folder.
                 purge = first_step + 1 if first_step else 0
                 _await_a_new_second(Path(config.output_dir) / "tensorboard")
                 tracker = tracking.TensorBoardTracker("tensorboard", config.output_dir, purge_step=purge)
@@ -185,8 +183,8 @@ def _start_tracker(name: str, config: TrainConfig, first_step: int) -> Any:
 
 
 def _await_a_new_second(folder: Path) -> None:
-    """TensorBoard reads its files in the order of their names, which begin with the second of their start: two of one
-    second would be read in any order, and what the older one holds would hide the newer one's steps."""
+    """Wait for the next clock second. TensorBoard sorts its files by name, which begins with the second of their
+    start. With two files of one second the order is undefined, and the older file could hide steps of the newer one."""
     while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
         time.sleep(0.05)
 
@@ -207,7 +205,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: a number that is none becomes null."""
+    """Replace non-finite values by null, since JSON has no NaN."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -217,7 +215,7 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def show_progress(console: Console, total_steps: int) -> Iterator[Callable[[int], None]]:
-    """A bar with rate and time left under the log lines of a terminal; a file or pipe has the log lines alone."""
+    """Show a progress bar with rate and remaining time on a terminal. Files and pipes get log lines only."""
     if not console.is_terminal or console.quiet:
         yield lambda _: None
         return

@@ -1,4 +1,4 @@
-"""The optimizer: which parameters learn how fast, which decay, and by which implementation."""
+"""The optimizer: parameter groups with learning rate and weight decay, and the choice of implementation."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ _FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """One trainable parameter, and what the optimizer has to know about it."""
+class TrainedParameter:
+    """A trainable parameter with its optimizer settings."""
 
     name: str
-    """As in the model before it was wrapped; a loss parameter starts with "loss."."""
+    """Name in the model before wrapping. A loss parameter's name starts with "loss."."""
     parameter: nn.Parameter
     shape: torch.Size
-    """Of the whole parameter, not of a shard."""
+    """Shape of the whole parameter, not of a shard."""
     learning_rate: float
     decays: bool
 
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """Parameters that agree in all of this share a group."""
+    """Key of a parameter group: parameters with equal keys share a group."""
 
     learning_rate: float
     decays: bool
     is_sharded: bool
-    """Plain tensors and DTensors cannot stand in one fused call."""
+    """Whether the parameter is a DTensor. Plain tensors and DTensors cannot share one fused call."""
 
 
 def build_optimizer(model: nn.Module, loss: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of all trainable parameters of model and loss; call it when the model has been wrapped, since the
-    optimizer must see the shards. Each group has its peak learning rate under "initial_lr", for `Schedule.set`."""
+    """Build the optimizer of all trainable parameters of model and loss. Call it after wrapping: the optimizer must
+    hold the shards. Each group keeps its peak learning rate under "initial_lr", for `Schedule.set`."""
     trained = trained_parameters(model, loss, config)
-    groups: defaultdict[GroupKey, list[Trained]] = defaultdict(list)
+    groups: defaultdict[GroupKey, list[TrainedParameter]] = defaultdict(list)
     for one in trained:
         groups[GroupKey(one.learning_rate, one.decays, isinstance(one.parameter, DTensor))].append(one)
     param_groups = [
@@ -71,8 +71,8 @@ def build_optimizer(model: nn.Module, loss: nn.Module, config: TrainConfig) -> t
     return optimizer
 
 
-def trained_parameters(model: nn.Module, loss: nn.Module, config: TrainConfig) -> list[Trained]:
-    """Every trainable parameter with its learning rate and whether it decays, in the order of the model."""
+def trained_parameters(model: nn.Module, loss: nn.Module, config: TrainConfig) -> list[TrainedParameter]:
+    """Return every trainable parameter with its learning rate and weight decay, in the order of the model."""
     shapes = _whole_shapes(model)
     named = [
         (_WRAPPERS.sub("", name), parameter)
@@ -85,12 +85,15 @@ def trained_parameters(model: nn.Module, loss: nn.Module, config: TrainConfig) -
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
+        # The shape before sharding: a flat FSDP1 piece of a matrix has one dimension, but must still decay.
         shape = shapes.get(id(parameter), parameter.shape)
         if _HEAD.search(name):
             rate = head_rate
         else:
             rate = config.learning_rate * config.layer_lr_decay ** depths[name]
-        trained.append(Trained(name, parameter, shape, rate, decays=len(shape) > 1 and not name.endswith("bias")))
+        trained.append(
+            TrainedParameter(name, parameter, shape, rate, decays=len(shape) > 1 and not name.endswith("bias"))
+        )
     if not trained:
         raise UserError(
             "nothing to train: every parameter of model and loss is frozen; take parts out of `freeze`, or set "
@@ -101,8 +104,8 @@ def trained_parameters(model: nn.Module, loss: nn.Module, config: TrainConfig) -
 
 
 def _depths(names: Iterable[str]) -> Mapping[str, int]:
-    """How many layers stand above each parameter in its own tower: 0 for the last layer and what comes after it, the
-    number of layers for embeddings."""
+    """Return the number of layers above each parameter in its tower: 0 for the last layer and everything after it,
+    the number of layers for embeddings."""
     layers = {name: found for name in names if (found := _LAYER.search(name))}
     num_layers: Counter[str] = Counter()
     for found in layers.values():
@@ -120,7 +123,8 @@ def _depths(names: Iterable[str]) -> Mapping[str, int]:
 
 
 def _layers_beside(name: str, num_layers: Mapping[str, int]) -> int:
-    """Layers of the tower that shares the longest part of its path with an embedding; among equals, the most."""
+    """Return the layer count of the tower that shares the longest path prefix with an embedding; of equals, the
+    largest."""
 
     def common(tower: str) -> int:
         parts = 0
@@ -134,9 +138,9 @@ def _layers_beside(name: str, num_layers: Mapping[str, int]) -> int:
 
 
 def _whole_shapes(model: nn.Module) -> dict[int, torch.Size]:
-    """FSDP1 leaves each rank flat pieces of the parameters: id of such a piece -> shape of the whole parameter.
+    """Return the whole shape of each flat piece that FSDP1 leaves on a rank, keyed by the piece's id.
 
-    FSDP2's DTensors and plain tensors tell their whole shape themselves.
+    FSDP2's DTensors and plain tensors report their whole shape themselves.
     """
     shapes: dict[int, torch.Size] = {}
     for module in FullyShardedDataParallel.fsdp_modules(model):
@@ -146,25 +150,26 @@ def _whole_shapes(model: nn.Module) -> dict[int, torch.Size]:
     return shapes
 
 
-def _check_flattened(trained: list[Trained], config: TrainConfig) -> None:
-    """FSDP1 without use_orig_params melts weights and biases of a unit into one parameter: say what that costs."""
+def _check_flattened(trained: list[TrainedParameter], config: TrainConfig) -> None:
+    """Report the effects of FSDP1 without use_orig_params, which flattens weights and biases of a unit into one
+    parameter."""
     if not any(one.name.endswith("_flat_param") for one in trained):
         return
     if config.layer_lr_decay != 1.0 or config.head_learning_rate is not None:
         raise UserError(
-            "layer_lr_decay and head_learning_rate need parameters that can be told apart, and fsdp_use_orig_params: "
-            "false melts those of a unit into one: set fsdp_use_orig_params: true or fsdp_version: 2"
+            "layer_lr_decay and head_learning_rate need separate parameters, and fsdp_use_orig_params: "
+            "false flattens those of a unit into one: set fsdp_use_orig_params: true or fsdp_version: 2"
         )
     if config.weight_decay:
         log.warning(
-            "fsdp_use_orig_params: false melts the parameters of a unit into one, so weight_decay: %g reaches no "
+            "fsdp_use_orig_params: false flattens the parameters of a unit into one, so weight_decay: %g reaches no "
             "parameter of a unit (biases and norms cannot be left out); fsdp_use_orig_params: true keeps them apart",
             config.weight_decay,
         )
 
 
 def _create(config: TrainConfig, groups: list[dict[str, Any]], *, is_fsdp1: bool) -> tuple[torch.optim.Optimizer, str]:
-    """The optimizer and what the log says of it."""
+    """Return the optimizer and its description for the log."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
     adam: dict[str, Any] = {
@@ -185,7 +190,7 @@ def _create(config: TrainConfig, groups: list[dict[str, Any]], *, is_fsdp1: bool
         )
     match config.optim:
         case "adamw":
-            # On two CPU cores the fused step takes a third of the plain one's time; DTensors take it too.
+            # On two CPU cores the fused step takes a third of the plain one's time. It supports DTensors.
             fused = all(one.is_floating_point() and one.device.type in _FUSED_DEVICES for one in parameters)
             return torch.optim.AdamW(groups, **adam, fused=fused), f"AdamW{' (fused)' if fused else ''}, {said}"
         case "adamw_8bit" | "paged_adamw_8bit":
@@ -218,7 +223,7 @@ def _bitsandbytes_adamw(
 
 
 def _torchao_adamw(groups: list[dict[str, Any]], adam: dict[str, Any], name: str) -> torch.optim.Optimizer:
-    """bitsandbytes' kernels do not take DTensors; torchao's do."""
+    """Return torchao's 8-bit AdamW. It supports DTensors, which bitsandbytes' kernels do not."""
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
@@ -229,7 +234,7 @@ def _torchao_adamw(groups: list[dict[str, Any]], adam: dict[str, Any], name: str
     for group in groups:
         for parameter in group["params"]:
             if isinstance(parameter, DTensor) and parameter.device.type == "cpu" and _leaves_a_rank_empty(parameter):
-                # torchao 0.18 on torch 2.13 ends the process without a word.
+                # torchao 0.18 on torch 2.13 aborts the process without a message here.
                 raise UserError(
                     f"optim: {name} of torchao crashes on the CPU where a process holds nothing of a parameter, and "
                     f"one of shape {list(parameter.shape)} has too few rows for all: use optim: adamw, or fewer "
@@ -240,19 +245,21 @@ def _torchao_adamw(groups: list[dict[str, Any]], adam: dict[str, Any], name: str
 
 
 def _leaves_a_rank_empty(parameter: DTensor) -> bool:
-    """Whether a shard of it has no rows; the same answer on every rank."""
+    """Return whether some rank's shard of the parameter has no rows. The same on every rank."""
     for axis, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):
             num_shards, num_rows = parameter.device_mesh.size(axis), parameter.shape[placement.dim]
+            # torch.chunk semantics: shards of ceil(rows / shards) rows, so the last ranks may get none (5 rows on 4
+            # ranks: 2, 2, 1, 0).
             if math.ceil(num_rows / math.ceil(num_rows / num_shards)) < num_shards:
                 return True
     return False
 
 
-def _summary(config: TrainConfig, trained: list[Trained], num_groups: int) -> str:
-    """How many parameters decay and how fast they learn."""
+def _summary(config: TrainConfig, trained: list[TrainedParameter], num_groups: int) -> str:
+    """Return the log summary: parameters with and without weight decay, and learning rates."""
 
-    def count(members: list[Trained]) -> str:
+    def count(members: list[TrainedParameter]) -> str:
         return f"{sum(one.shape.numel() for one in members):,d} in {len(members):,d} tensors"
 
     decaying = [one for one in trained if one.decays]

@@ -1,4 +1,4 @@
-"""Outlets: where a run's lines go, and what may fail without ending the run: a closed console, a full disk."""
+"""Log outputs whose failure does not end the run: a closed console, a full disk."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import TextIO
 log = logging.getLogger("vembed")
 
 
-class LastingStream:
-    """A console whose reader may leave (a closed terminal, a pipe into `head`): then lines for it go nowhere."""
+class ResilientStream:
+    """Console stream that survives its reader (a closed terminal, a pipe into `head`). Later lines are discarded."""
 
     def __init__(self, target: TextIO) -> None:
         self.target = target
         self.encoding = target.encoding
-        self.is_deaf = False
+        self.is_closed = False
 
     def write(self, text: str) -> int:
-        """As the target does, as long as it can."""
+        """Write to the target, or discard the text once the target is closed."""
         try:
             return self.target.write(text)
         except OSError:
@@ -29,23 +29,23 @@ class LastingStream:
             return len(text)
 
     def flush(self) -> None:
-        """As the target does, as long as it can."""
+        """Flush the target, unless it is closed."""
         try:
             self.target.flush()
         except OSError:
             self._turn_away()
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Return whether the target is a terminal."""
         return self.target.isatty()
 
     def fileno(self) -> int:
-        """The system's number of it."""
+        """Return the target's file descriptor."""
         return self.target.fileno()
 
     def _turn_away(self) -> None:
-        """Point its number at nothing, so that nothing fails that is still to be flushed, nor Python at its end."""
-        self.is_deaf = True
+        """Redirect the descriptor to the null device, so that later flushes, and Python's own at exit, do not fail."""
+        self.is_closed = True
         nothing = os.open(os.devnull, os.O_WRONLY)
         with suppress(OSError, ValueError):
             os.dup2(nothing, self.target.fileno())
@@ -53,12 +53,12 @@ class LastingStream:
 
 
 class LogFile(logging.FileHandler):
-    """A log file that may meet a full disk: said once, on the console; lines are missing from it then."""
+    """Log file that survives a full disk. The failure is reported once on the console; the file then lacks lines."""
 
     is_told = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - Python's name
-        """What logging calls when a line could not be written."""
+        """Report a line that could not be written. Called by logging."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -67,13 +67,13 @@ class LogFile(logging.FileHandler):
             log.warning("%s: %s; lines are missing in it until there is room", self.baseFilename, error.strerror)
 
     def close(self) -> None:
-        """Close the file, whatever could not be written."""
+        """Close the file, even if buffered lines could not be written."""
         with suppress(OSError):
             super().close()
 
 
 class LineFile:
-    """A file of whole lines. What a full disk does not take is kept, and written when there is room."""
+    """File of complete lines. Lines that do not fit on a full disk are kept and written when there is room."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,7 +81,7 @@ class LineFile:
         self._file = path.open("ab", buffering=0)
 
     def write(self, line: str) -> None:
-        """Append a line, and those that wait, to the disk."""
+        """Append a line, after any pending ones, and flush them to disk."""
         was_waiting = bool(self.waiting)
         self.waiting.append(line.encode() + b"\n")
         data = b"".join(self.waiting)
@@ -92,7 +92,7 @@ class LineFile:
                 written += self._file.write(data[written:])
         except OSError as error:
             with suppress(OSError):
-                os.ftruncate(self._file.fileno(), size)  # no half a line
+                os.ftruncate(self._file.fileno(), size)  # remove the incomplete line
             if not was_waiting:
                 log.warning("%s: %s; its lines wait in memory until there is room", self.path, error.strerror)
             return
@@ -101,7 +101,7 @@ class LineFile:
         self.waiting = []
 
     def close(self) -> None:
-        """End it; lines that still wait are lost, and counted."""
+        """Close the file. Lines still pending are lost and counted."""
         if self.waiting:
             log.error("%s: %d lines found no room and are lost", self.path, len(self.waiting))
         self._file.close()

@@ -1,4 +1,4 @@
-"""Resuming: which checkpoint a run may go on from, which settings may differ, and where its metrics go on."""
+"""Resuming: the checkpoints a run may resume from, the settings that may differ, and the cut of its metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LENGTH_AND_MACHINES = """
     fsdp_use_orig_params fsdp_activation_checkpointing fsdp_state_dict_type fsdp_cpu_ram_efficient_loading
     fsdp_sync_module_states
 """
-# The global batch is compared as the product that it is.
+# Compared as their product, the global batch size.
 _MEMORY_AND_SPEED = """
     batch_size global_batch_size num_workers micro_batch_tokens gradient_cache_chunk_size use_gradient_cache
     kept_graph_tokens cache_frozen_features gradient_checkpointing torch_compile attn_implementation padding_free
@@ -33,19 +33,19 @@ _WATCHED_AND_KEPT = """
     load_best_model_at_end async_save on_save_error save_dtype on_nonfinite logging_steps report_to run_name
     wandb_project wandb_tags log_file debug profile_steps output_dir resume resume_anyway trust_remote_code
 """
-# What the data are is compared by the fingerprint of their content.
+# Data are compared by the fingerprint of their content.
 _WHERE_DATA_LIE = "data_path image_root"
 
 MAY_CHANGE = frozenset(f"{_LENGTH_AND_MACHINES} {_MEMORY_AND_SPEED} {_WATCHED_AND_KEPT} {_WHERE_DATA_LIE}".split())
-"""Options that a resumed run may give other values; all others must stay. A test holds the list against the schema."""
+"""Options that a resumed run may change; all others must stay. A test checks the list against the schema."""
 
 JUDGES = frozenset({"val_data_path", "eval_metric"})
-"""Options that make scores from before and after incomparable: the best score starts anew."""
+"""Options that make earlier and later scores incomparable: the best score is reset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One setting that is not what it was when the checkpoint was written."""
+    """A setting that differs from the checkpoint's."""
 
     name: str
     saved: Any
@@ -62,10 +62,10 @@ def compare_resume(
     saved_identity: Mapping[str, Any] | None = None,
     identity: Mapping[str, Any] | None = None,
 ) -> list[Difference]:
-    """What differs between the settings in a checkpoint and those of this run, and which of it is allowed.
+    """Return the settings that differ from those in a checkpoint, each with whether it may.
 
-    `identity` holds what is not an option but must stay (the data's fingerprint, the global batch). An option that the
-    checkpoint does not know (an older vembed wrote it) counts as its default.
+    `identity` holds what is not an option but must stay (the data's fingerprint, the global batch size). An option that
+    the checkpoint lacks (written by an older vembed) counts as its default.
     """
     now = config.to_dict()
     defaults = {name: field.get_default(call_default_factory=True) for name, field in type(config).model_fields.items()}
@@ -84,7 +84,7 @@ def compare_resume(
 
 
 def refuse(differences: list[Difference], checkpoint: str) -> None:
-    """A UserError that shows what may not differ, if there is anything."""
+    """Raise UserError that lists the forbidden differences, if any."""
     forbidden = [one for one in differences if not one.is_allowed]
     if forbidden:
         raise UserError(
@@ -94,10 +94,10 @@ def refuse(differences: list[Difference], checkpoint: str) -> None:
 
 
 def candidates(config: TrainConfig) -> list[Path]:
-    """The checkpoints that `resume` allows, best first; whether they are whole is not looked at.
+    """Return the checkpoints that `resume` allows, best first. Their integrity is not checked.
 
-    Two runs never share a folder by accident: without `resume`, an output_dir that holds checkpoints is refused, since
-    the user means either to go on or to keep the old run, and only the user knows which.
+    Two runs never share a folder by accident. Without `resume`, an output_dir with checkpoints is refused: only the
+    user knows whether to resume or to keep the old run.
     """
     output = Path(config.output_dir)
     own = [path for _, path in reversed(list_checkpoints(output))]
@@ -134,14 +134,15 @@ def candidates(config: TrainConfig) -> list[Path]:
 
 
 def trim_metrics(output_dir: Path, step: int) -> int:
-    """Drop lines of metrics.jsonl after `step`, and one that a crash cut, so that none is doubled; how many went."""
+    """Drop lines of metrics.jsonl after `step`, and an incomplete last line, so that no step appears twice. Return
+    how many."""
     path = output_dir / METRICS
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
     if len(kept) != len(lines):
-        # Written aside and renamed: a crash here loses nothing.
+        # Written to a temporary file and renamed, so that a crash loses nothing.
         aside = path.with_name(METRICS + ".partial")
         write_durably(aside, b"".join(kept))
         aside.replace(path)

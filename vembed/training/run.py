@@ -1,7 +1,7 @@
-"""THE SPINE: train(config) reads, builds, prepares, loops, saves and reports. Read this file first.
+"""Main loop: train(config) reads, builds, prepares, loops, saves and reports. Read this file first.
 
-Everything that a run remembers between two steps is in `LoopState` and in what model, loss and optimizer hold; a
-checkpoint holds exactly that. Data order, dropout and learning rate are pure functions of the step.
+The state between two steps is `LoopState` and the state of model, loss and optimizer; a checkpoint holds exactly that.
+Data order, dropout and learning rate are pure functions of the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.console import Console
 from vembed.config.loading import ResolvedConfig, Source, require_earlier_stage, resolve_config, save_config
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
-from vembed.data.share import Share, ShareStream
+from vembed.data.rank_batch import RankBatch, RankBatchStream
 from vembed.data.sources import open_examples
 from vembed.distributed.fsdp import log_parameter_summary
 from vembed.distributed.memory import fsdp_print_memory_usage
@@ -48,7 +48,7 @@ from vembed.training.setup import (
     main_first,
     make_output_folder,
     num_workers,
-    plan_batches,
+    schedule_batches,
     start_head,
 )
 from vembed.training.shortage import MemoryGuard, OutOfMemory
@@ -63,43 +63,43 @@ log = logging.getLogger("vembed")
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a finished run left."""
+    """Result of a finished run."""
 
     model_dir: Path
     output_dir: Path
     metrics: dict[str, float]
-    """The evaluation of the saved model; the one before training under "before/..."."""
+    """Scores of the saved model. Those before training have the prefix "before/"."""
     steps: int
 
 
 @dataclass
 class LoopState:
-    """All that the loop remembers."""
+    """State of the loop."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps taken."""
     num_skipped: int = 0
-    """Steps left out because a number was not finite."""
+    """Number of steps skipped because of non-finite values."""
     best: float | None = None
     best_step: int | None = None
     best_scores: dict[str, float] = field(default_factory=dict)
     scale: GradientScale = field(default_factory=GradientScale)
     before: dict[str, float] = field(default_factory=dict)
-    """The evaluation before the first step."""
+    """Scores before the first step."""
     scores: dict[str, float] = field(default_factory=dict)
-    """The newest evaluation, and the step it was made at."""
+    """Newest scores, and the step at which they were measured."""
     scored_step: int | None = None
     seconds: float = 0.0
-    """Time spent so far, over all resumed parts."""
+    """Training time so far, over all resumed parts."""
 
     @classmethod
     def restored(cls, saved: dict[str, Any]) -> LoopState:
-        """As a checkpoint holds it."""
+        """Return the state that a checkpoint holds."""
         return cls(**{**saved, "scale": GradientScale(**saved["scale"])})
 
 
 def train(config: Source | ResolvedConfig, overrides: Sequence[str] = ()) -> TrainResult:
-    """Train as the config says (a path, a dict or a TrainConfig) and return where the model is and what it scores."""
+    """Train as the config says (a path, a dict or a TrainConfig); return the model's folder and its scores."""
     resolved = resolve_config(config, overrides)
     settings = resolved.config
     require_earlier_stage(resolved)
@@ -118,13 +118,13 @@ def train(config: Source | ResolvedConfig, overrides: Sequence[str] = ()) -> Tra
 def run(
     config: TrainConfig, session: Session, checkpointer: Checkpointer, interrupts: Interrupts, console: Console
 ) -> TrainResult:
-    """One run, on one process of its group; every process calls this with the same config."""
+    """Run the training on one process of the group. Every process calls this with the same config."""
     began = time.perf_counter()
-    resume_from = checkpointer.find()  # also refuses a folder that cannot be written, or that holds another run
+    resume_from = checkpointer.find()  # also refuses a folder that is not writable or holds another run
     if session.is_main:
         save_config(config, Path(config.output_dir) / "config.yaml")
 
-    # Data: which examples, in batches of what size, in which order.
+    # Data: the examples, the batch size, the order.
     with main_first(session):
         store = open_examples(config, config.data_path)
     for line in store.summary():
@@ -132,11 +132,11 @@ def run(
     eval_data = open_eval_data(config, config.val_data_path) if config.val_data_path else None
     if eval_data:
         log.info(eval_data.summary())
-    plan, total_steps = plan_batches(config, store, session)
-    examples_per_step = plan.global_batch_size * config.gradient_accumulation_steps
+    batch_schedule, total_steps = schedule_batches(config, store, session)
+    examples_per_step = batch_schedule.global_batch_size * config.gradient_accumulation_steps
     checkpointer.check(resume_from, {"data": store.fingerprint, "global_batch_size": examples_per_step})
 
-    # Model: what it is, its weights, its copies or shards. The loss and the optimizer must see what prepare() returns.
+    # Model: description, weights, replicas or shards. The loss and the optimizer must see what prepare() returns.
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.deterministic)
     description = describe(config)
@@ -146,7 +146,7 @@ def run(
         config, description, device=session.model_device, computes_on=session.device, meta=session.builds_empty
     )
     start_head(config, embedder, featuriser, store, session)
-    frozen, images, packs = embedder.frozen_lanes(), embedder.bytes_of_frozen_images(), embedder.packs_texts()
+    frozen, images, packs = embedder.frozen_modalities(), embedder.bytes_of_frozen_images(), embedder.packs_texts()
     stores = open_stores(config, session, embedder)
     model = session.prepare(embedder, description.layer_classes)
     scale, bias = embedder.initial_scale_and_bias() or (None, None)
@@ -155,13 +155,15 @@ def run(
     schedule = Schedule(config, total_steps, examples_per_step)
     log_parameter_summary(model)
 
-    # Where the run stands.
+    # Restore the state of the run.
     state = LoopState()
     if resume_from is not None:
         state = LoopState.restored(checkpointer.load(resume_from, model, loss, optimizer))
     whole_model = whole_model_writer(config, session, embedder, model, loss)
     accumulation = config.gradient_accumulation_steps
-    stream = ShareStream(store, plan, featuriser, session.rank, session.world_size, num_workers(config, description))
+    stream = RankBatchStream(
+        store, batch_schedule, featuriser, session.rank, session.world_size, num_workers(config, description)
+    )
     sample = stream.sample()
     log_cut_texts(sample, description)
     budget = find_budget(config, model, featuriser, session, sample)
@@ -178,14 +180,14 @@ def run(
     with Metrics(config, session.rank, state.step) as metrics, show_progress(console, total_steps) as progress:
 
         def stop() -> Stopped:
-            """Save where the run stands; what to raise then."""
+            """Save the state of the run; return the exception to raise."""
             checkpointer.save(asdict(state), model, loss, optimizer, whole_model)
             checkpointer.wait()
             is_saved = checkpointer.has_saved(state.step)
             return interrupts.stopped(state.step, checkpointer.path_of(state.step) if is_saved else None)
 
         def evaluate() -> None:
-            """Score the weights as they are now, on all ranks together, and remember whether they are the best."""
+            """Score the current weights on all ranks, and update the best score. Collective."""
             if eval_data is None or state.scored_step == state.step:
                 return
             between, evaluation_began = interrupts.check, time.perf_counter()
@@ -202,40 +204,42 @@ def run(
             when = f"after step {state.step:,d}" if state.step else "before training"
             took = duration(time.perf_counter() - evaluation_began)
             log.info("%s; took %s", scores_line(when, scores, state.before, metric), took)
-            # The best must be a step that can be had back: one with a checkpoint, or the last.
+            # The best step must be recoverable: it has a checkpoint, or it is the last one.
             is_kept = config.save_steps is None or state.step % config.save_steps == 0 or state.step == total_steps
             if state.step > 0 and is_kept and (state.best is None or score > state.best):
                 state.best, state.best_step, state.best_scores = score, state.step, state.scores
-            metrics.evaluation(state.step, state.step * accumulation / plan.steps_per_epoch, state.scores)
+            metrics.evaluation(state.step, state.step * accumulation / batch_schedule.steps_per_epoch, state.scores)
 
         if config.eval_before and state.step == 0:
             evaluate()
             state.before = state.scores
         if state.step and config.eval_steps and state.step % config.eval_steps == 0:
-            evaluate()  # where the run was stopped in it; otherwise it knows the scores
+            evaluate()  # only if the run was stopped during this evaluation
         fsdp_print_memory_usage("before the first step")
         if state.step >= total_steps:
             done, asked = f"{state.step:,d}", f"{total_steps:,d}"
             log.info("nothing is left to train: step %s is done, and epochs or max_steps ask for %s", done, asked)
         log.info("set-up took %s; training %s steps", duration(time.perf_counter() - began), f"{total_steps:,d}")
         first_step, loop_began = state.step, time.perf_counter()
-        shares = stream.from_batch(state.step * accumulation, total_steps * accumulation)
-        group: list[Share] = []
+        rank_batches = stream.from_batch(state.step * accumulation, total_steps * accumulation)
+        group: list[RankBatch] = []
 
         while state.step < total_steps:
             window.begin()
             profile.before(state.step + 1)
             loss_share = torch.zeros((), dtype=torch.float64, device=session.device)
-            parts: list[tuple[Share, torch.Tensor]] = []
+            parts: list[tuple[RankBatch, torch.Tensor]] = []
             with timer("data"):
-                group = group or [next(shares) for _ in range(accumulation)]
+                group = group or [next(rank_batches) for _ in range(accumulation)]
             try:
-                for part, share in enumerate(group):
+                for part, rank_batch in enumerate(group):
                     batch, last = state.step * accumulation + part, part == accumulation - 1
-                    result = step.accumulate(share, batch, weight=1 / accumulation, last=last, scale=state.scale.value)
+                    result = step.accumulate(
+                        rank_batch, batch, weight=1 / accumulation, last=last, scale=state.scale.value
+                    )
                     loss_share += result.loss_share / accumulation
-                    window.add(share, result)
-                    parts.append((share, torch.isfinite(result.embeddings).all()))
+                    window.add(rank_batch, result)
+                    parts.append((rank_batch, torch.isfinite(result.embeddings).all()))
             except OutOfMemory:
                 step.budget = guard.smaller(step.budget)
                 for module in (model, loss):
@@ -259,7 +263,7 @@ def run(
             if state.step % config.logging_steps == 0 or state.step in (1, total_steps) or stopping:
                 values = {
                     "step": state.step,
-                    "epoch": state.step * accumulation / plan.steps_per_epoch,
+                    "epoch": state.step * accumulation / batch_schedule.steps_per_epoch,
                     "loss": outcome.loss,
                     "learning_rate": learning_rate,
                     "grad_norm": outcome.grad_norm,

@@ -1,4 +1,4 @@
-"""Schedule: the learning rate as a pure function of the step, so that a resumed run needs no state for it."""
+"""Learning rate schedules. The learning rate is a pure function of the step, so a resumed run needs no state for it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Kind = Literal["linear", "cosine", "constant"]
 
 
 def lr_factor(step: int, total: int, warmup: int, kind: Kind) -> float:
-    """Share of the peak learning rate in step number `step`, counted from 0, of `total`.
+    """Return the fraction of the peak learning rate in step number `step`, counted from 0, of `total`.
 
-    It rises in equal parts to 1 in the last of `warmup` steps, and falls from there so that it would reach 0 in the
-    step after the last: no step is wasted on a learning rate of 0, neither the first nor the last.
+    It rises linearly to 1 in the last of `warmup` steps, then falls so that it would reach 0 in the step after the
+    last. No step has a learning rate of 0, neither the first nor the last.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -33,13 +33,13 @@ def lr_factor(step: int, total: int, warmup: int, kind: Kind) -> float:
 
 
 def lr_multiplier(config: TrainConfig, examples_per_step: int) -> float:
-    """What `scale_learning_rate` multiplies every learning rate by."""
+    """Return the factor that `scale_learning_rate` applies to every learning rate."""
     ratio = examples_per_step / config.base_batch_size
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.scale_learning_rate]
 
 
 class Schedule:
-    """The learning rates of a run: set before every step of the optimizer."""
+    """Learning rates of a run, set before every optimizer step."""
 
     def __init__(self, config: TrainConfig, total_steps: int, examples_per_step: int) -> None:
         self.kind: Kind = config.lr_scheduler_type
@@ -64,19 +64,20 @@ class Schedule:
             )  # fmt: skip
 
     def factor(self, step: int) -> float:
-        """Share of the peak in step number `step`, counted from 0."""
+        """Return the fraction of the peak in step number `step`, counted from 0."""
         return lr_factor(step, self.total_steps, self.warmup_steps, self.kind)
 
     def value(self, step: int) -> float:
-        """The learning rate of parameters without one of their own."""
+        """Return the learning rate of parameters without one of their own."""
         return self.peak * self.factor(step)
 
     def set(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Give every parameter group its learning rate for step number `step`; returns `value(step)`."""
+        """Set every parameter group's learning rate for step number `step`; return `value(step)`."""
         factor = self.multiplier * self.factor(step)
         for group in optimizer.param_groups:
             value = group["initial_lr"] * factor
             if isinstance(group["lr"], torch.Tensor):
+                # In place: a captured or compiled optimizer step reads this tensor.
                 group["lr"].fill_(value)
             else:
                 group["lr"] = value

@@ -1,4 +1,4 @@
-"""Decisions of a run's set-up that need both the config and what was found: batches, steps, workers, first weights."""
+"""Set-up decisions that need both the config and the data or model: batches, steps, workers, initial head weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from vembed.config.schema import TrainConfig
-from vembed.data.batches import BatchPlan
+from vembed.data.batches import BatchSchedule
 from vembed.data.features import Features, Featuriser
 from vembed.data.sources import ExampleStore
 from vembed.distributed import collectives
@@ -26,23 +26,23 @@ from vembed.models.embedder import EmbeddingModel
 log = logging.getLogger("vembed")
 
 SAMPLE = 2048
-"""Documents whose embeddings show the directions that carry most."""
+"""Number of documents whose embeddings determine the principal directions."""
 
 
 def make_output_folder(config: TrainConfig) -> None:
-    """output_dir, with its parents; every process does this."""
+    """Create output_dir and its parents. Every process calls this."""
     try:
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"output_dir: {config.output_dir} cannot be made ({error.strerror}); give a folder that you may write to"
+            f"output_dir: {config.output_dir} cannot be created ({error.strerror}); give a folder that you may write to"
         ) from error
 
 
 @contextmanager
 def main_first(session: Session) -> Iterator[None]:
-    """Let rank 0 go through the with-block before the others, which then find in the cache what it has read; a mistake
-    of the user that rank 0 meets is raised on all."""
+    """Run the with-block on rank 0 before the other ranks, which then find in the cache what it has read. A
+    UserError on rank 0 is raised on all ranks."""
     if not session.is_main:
         mistake = collectives.broadcast_json(None)
         if mistake is not None:
@@ -57,10 +57,10 @@ def main_first(session: Session) -> Iterator[None]:
     collectives.broadcast_json(None)
 
 
-def plan_batches(config: TrainConfig, store: ExampleStore, session: Session) -> tuple[BatchPlan, int]:
-    """The order of the examples, and how many optimizer steps the run has."""
+def schedule_batches(config: TrainConfig, store: ExampleStore, session: Session) -> tuple[BatchSchedule, int]:
+    """Return the order of the examples and the number of optimizer steps."""
     size = config.global_batch_size or config.batch_size * session.world_size
-    plan = BatchPlan(
+    batch_schedule = BatchSchedule(
         store.sizes,
         size,
         config.seed,
@@ -69,8 +69,10 @@ def plan_batches(config: TrainConfig, store: ExampleStore, session: Session) -> 
         homogeneous=config.homogeneous_batches,
         keys=store.all_keys() if config.no_duplicates else None,
     )
-    log.info(plan.summary())
-    steps = config.max_steps or math.ceil(config.epochs * plan.steps_per_epoch / config.gradient_accumulation_steps)
+    log.info(batch_schedule.summary())
+    steps = config.max_steps or math.ceil(
+        config.epochs * batch_schedule.steps_per_epoch / config.gradient_accumulation_steps
+    )
     log.info(
         "global batch: %s examples over %s (%s each)%s; %s steps",
         f"{size:,d}",
@@ -81,21 +83,22 @@ def plan_batches(config: TrainConfig, store: ExampleStore, session: Session) -> 
     )
     if size < session.world_size:
         raise UserError(f"global_batch_size: {size} is less than the number of processes, {session.world_size}")
-    return plan, max(steps, 1)
+    return batch_schedule, max(steps, 1)
 
 
 def num_workers(config: TrainConfig, description: ModelDescription) -> int:
-    """Threads that prepare shares ahead: one is enough for text, which the tokenizer cuts in parallel anyway."""
+    """Return the number of threads that prepare rank batches ahead. One suffices for text: the tokenizer is parallel
+    itself."""
     if config.num_workers != "auto":
         return config.num_workers
-    return 1 if description.lanes == ("text",) else min(4, max(1, (os.cpu_count() or 1) // 2))
+    return 1 if description.modalities == ("text",) else min(4, max(1, (os.cpu_count() or 1) // 2))
 
 
 def log_cut_texts(features: Sequence[Features], description: ModelDescription) -> None:
-    """Say how many of these inputs reach the longest length, behind which texts are cut."""
-    texts = [one.token_ids for one in features if one.lane == "text" and one.token_ids is not None]
+    """Log how many of these inputs reach the maximum length, at which texts are truncated."""
+    texts = [one.token_ids for one in features if one.modality == "text" and one.token_ids is not None]
     num_full = sum(len(one) >= description.max_length for one in texts)
-    if num_full and description.family != "siglip":  # which fills every text up
+    if num_full and description.family != "siglip":  # which pads every text to it
         log.info(
             "max_length: %s of the first %s texts fill %s tokens, and what is longer is cut there",
             f"{num_full:,d}",
@@ -105,7 +108,7 @@ def log_cut_texts(features: Sequence[Features], description: ModelDescription) -
 
 
 def learned(loss: EmbeddingLoss) -> dict[str, float]:
-    """The loss's learned scale and bias, for the log."""
+    """Return the loss's learned scale and bias, for the log."""
     values = loss.scale_and_bias()
     return {} if values is None else {"scale": values[0], "bias": values[1]}
 
@@ -113,7 +116,8 @@ def learned(loss: EmbeddingLoss) -> dict[str, float]:
 def start_head(
     config: TrainConfig, model: EmbeddingModel, featuriser: Featuriser, store: ExampleStore, session: Session
 ) -> None:
-    """With `mrl_projection_init: pca`, turn the projection so that its first coordinates carry the most; collective."""
+    """Rotate the projection so that its first coordinates hold the most variance, with `mrl_projection_init: pca`.
+    Collective."""
     if config.mrl_projection_init != "pca" or model.mrl_projection is None:
         return
     if session.is_main:

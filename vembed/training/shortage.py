@@ -1,4 +1,4 @@
-"""Out of memory: the budget is halved and the step replayed, or the run ends with what to change, in order."""
+"""Out of memory: the budget is halved and the step replayed, or the run ends with settings to change, in order."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ log = logging.getLogger("vembed")
 
 
 class OutOfMemory(Exception):  # noqa: N818 - the name of the event
-    """A rank ran out of device memory; raised on all ranks together, between two collectives."""
+    """A rank ran out of device memory. Raised on all ranks at the same point, between two collectives."""
 
 
 class MemoryGuard:
-    """Lets all ranks know when one of them ran out of memory, at points that every rank reaches."""
+    """Detection of out-of-memory errors of any rank, at points that every rank reaches."""
 
     def __init__(self, config: TrainConfig, session: Session, *, active: bool | None = None) -> None:
-        """`active`: by default on GPUs; the host's memory does not fail this way."""
+        """`active`: by default on GPUs. Host memory does not fail with an exception."""
         self.config = config
         self.session = session
         self.active = session.device.type == "cuda" if active is None else active
 
     def agree(self, failed: bool, budget: Budget) -> None:
-        """OutOfMemory on every rank if it happened on any. Called by all ranks at the same points."""
+        """Raise OutOfMemory on every rank if it happened on any. Collective."""
         if not self.active:
             return
         if failed and self.session.strategy == "fsdp":
-            # The other ranks wait inside a layer's gather, where nobody can be told: this rank's end ends them.
+            # The other ranks are blocked in a layer's all-gather and cannot be notified. Ending this rank ends them.
             raise RunError(advice(self.config, self.session, budget))
         if self.session.strategy != "fsdp" and collectives.max_ints([int(failed)])[0]:
             raise OutOfMemory
 
     def smaller(self, budget: Budget) -> Budget:
-        """The budget to replay the step with; RunError where there is none."""
+        """Return the budget to replay the step with. Raise RunError if there is no smaller one."""
         if self.session.device.type == "cuda":
             torch.cuda.empty_cache()
         if budget.micro_batch_tokens <= SMALLEST_BUDGET:
@@ -57,7 +57,7 @@ class MemoryGuard:
 
 
 def advice(config: TrainConfig, session: Session, budget: Budget) -> str:
-    """What is set now, and what to change, the cheapest first."""
+    """Return the current settings and what to change, the cheapest change first."""
     used = ", ".join(f"{key} {value}" for key, value in memory_snapshot(session.device).items())
     steps = []
     if budget.use_gradient_cache is False:

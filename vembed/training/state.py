@@ -1,4 +1,4 @@
-"""What a run must hold to go on: trained weights and optimizer state, as named tensors that any strategy can read."""
+"""Training state for checkpoints: weights and optimizer state as named tensors that any strategy can read."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _OWN = re.compile(r"\.rank\d+of\d+$")
 MAX_NAMED = 3
 
 Load = Callable[[dict[str, Any]], None]
-"""Fills tensors in place from a checkpoint, by name."""
+"""Function that fills tensors in place from a checkpoint, by name."""
 
 
-class Trained(nn.Module):
-    """Model and loss under one roof: their parameters are called "model...." and "loss....", as in one optimizer."""
+class ModelAndLoss(nn.Module):
+    """Model and loss as one module. Parameter names begin with "model." and "loss.", as in the optimizer."""
 
     def __init__(self, model: nn.Module, loss: nn.Module) -> None:
         super().__init__()
@@ -47,17 +47,17 @@ class Trained(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """One value of the optimizer's state, and the tensors that stand for it in a checkpoint."""
+    """One value of the optimizer's state, and the tensors that represent it in a checkpoint."""
 
     path: tuple[str, ...]
-    """Parameter, then keys."""
+    """Name of the parameter, then keys."""
     value: Any
     pieces: dict[str, Any]
-    """By name; they share memory with `value`, unless that is a number."""
+    """Tensors by name. They share memory with `value`, unless that is a number."""
 
 
 def quieten_torch() -> None:
-    """FSDP1's sharded state and a save in a single process make torch warn of its own doing, in its own threads too."""
+    """Suppress torch's warnings about FSDP1's sharded state and about saving in a single process, in all threads."""
     for message in (
         "torch.distributed is disabled, unavailable or uninitialized",
         "Please use DTensor instead and we are deprecating ShardedTensor",
@@ -68,12 +68,12 @@ def quieten_torch() -> None:
 
 
 def tensors_of(model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Trained weights, buffers and optimizer state by name, as plain tensors or DTensors."""
-    roof = Trained(model, loss)
-    tensors = {name: _movable(value) for name, value in _weights(roof).items()}
-    # A fresh optimizer has no state, and asking torch for it would make some.
+    """Return trained weights, buffers and optimizer state by name, as plain tensors or DTensors."""
+    model_and_loss = ModelAndLoss(model, loss)
+    tensors = {name: _movable(value) for name, value in _weights(model_and_loss).items()}
+    # A new optimizer has no state, and get_state_dict would create some by taking a step.
     if optimizer is not None and optimizer.state:
-        state: Any = get_optimizer_state_dict(roof, optimizer, options=_TRAINED)["state"]
+        state: Any = get_optimizer_state_dict(model_and_loss, optimizer, options=_TRAINED)["state"]
         for leaf in _leaves(state):
             tensors |= leaf.pieces
     return tensors
@@ -88,21 +88,21 @@ def restore(
     *,
     saved_optimizer: str = "",
 ) -> None:
-    """Fill model, loss and optimizer from a checkpoint that holds tensors of the names and shapes `saved`.
+    """Restore model, loss and optimizer from a checkpoint with the names and shapes `saved`.
 
-    The optimizer's groups (learning rate, weight decay, betas) stay as the config has them.
+    The optimizer's group options (learning rate, weight decay, betas) stay as the config has them.
     """
-    roof = Trained(model, loss)
-    weights = _weights(roof)
+    model_and_loss = ModelAndLoss(model, loss)
+    weights = _weights(model_and_loss)
     _check_weights(weights, saved)
     tensors = {name: _movable(value) for name, value in weights.items()}
     leaves: list[_Leaf] = []
     state: dict[str, Any] = {}
     groups: Any = []
     if optimizer is not None and any(name.startswith(_OPTIMIZER) for name in saved):
-        # torch makes the tensors to be filled by a step without gradients, and only where there are none.
+        # torch allocates the state tensors by a step with zero gradients, and only if there are none yet.
         optimizer.zero_grad(set_to_none=True)
-        whole: Any = get_optimizer_state_dict(roof, optimizer, options=_TRAINED)
+        whole: Any = get_optimizer_state_dict(model_and_loss, optimizer, options=_TRAINED)
         state, groups = whole["state"], whole["param_groups"]
         held = {name for name in state if any(key.startswith(f"{_OPTIMIZER}{name}.") for key in saved)}
         state = {name: value for name, value in state.items() if name in held}
@@ -112,14 +112,17 @@ def restore(
             tensors |= leaf.pieces
     load(tensors)
     if FullyShardedDataParallel.fsdp_modules(model):
-        # What FSDP1 gave was a copy of its flat parameters' pieces; it has to take it back.
+        # FSDP1 returned copies of its flat parameters' pieces, so they must be loaded back.
         _put_numbers(leaves, state)
-        set_model_state_dict(roof, weights, options=_TRAINED)
+        set_model_state_dict(model_and_loss, weights, options=_TRAINED)
         if optimizer is not None and leaves:
-            set_optimizer_state_dict(roof, optimizer, {"state": state, "param_groups": groups}, options=_TRAINED)
+            set_optimizer_state_dict(
+                model_and_loss, optimizer, {"state": state, "param_groups": groups}, options=_TRAINED
+            )
     elif optimizer is not None:
-        # All tensors above were the live ones. What is left: numbers, and parameters that had not been stepped.
-        live = {_WRAPPERS.sub("", name): parameter for name, parameter in roof.named_parameters()}
+        # The tensors above were the live ones. Numbers are still to be restored, and state that the checkpoint lacks
+        # (created by the step above) is dropped.
+        live = {_WRAPPERS.sub("", name): parameter for name, parameter in model_and_loss.named_parameters()}
         _put_numbers(leaves, {name: optimizer.state[live[name]] for name in state})
         for name, parameter in live.items():
             if name not in state:
@@ -129,21 +132,23 @@ def restore(
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
-    """Whose optimizer it is, as a person would say it: "AdamW8bit of torchao"."""
+    """Return the optimizer's name and library, such as "AdamW8bit of torchao"."""
     return f"{type(optimizer).__name__} of {type(optimizer).__module__.partition('.')[0]}"
 
 
-def _weights(roof: Trained) -> dict[str, Any]:
-    """Trained parameters and buffers. Quantised frozen layers bring more entries than parameters; those stay out."""
+def _weights(model_and_loss: ModelAndLoss) -> dict[str, Any]:
+    """Return trained parameters and buffers. Extra state entries of quantised frozen layers are left out."""
     frozen = {
-        _WRAPPERS.sub("", name) + "." for name, parameter in roof.named_parameters() if not parameter.requires_grad
+        _WRAPPERS.sub("", name) + "."
+        for name, parameter in model_and_loss.named_parameters()
+        if not parameter.requires_grad
     }
-    weights = get_model_state_dict(roof, options=_TRAINED)
+    weights = get_model_state_dict(model_and_loss, options=_TRAINED)
     return {name: value for name, value in weights.items() if not any(name.startswith(start) for start in frozen)}
 
 
 def _leaves(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[_Leaf]:
-    """The values of an optimizer's state, nested as deep as its author liked."""
+    """Yield the values of an optimizer's state, at any nesting depth."""
     leaves = []
     for key, value in state.items():
         here = (*path, key)
@@ -155,9 +160,10 @@ def _leaves(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[_Leaf]
 
 
 def _pieces(name: str, value: Any) -> dict[str, Any]:
-    """A tensor as it is; a number as a tensor; a quantised shard (torchao) as the tensors that it is made of.
+    """Return the tensors that represent a value: a tensor itself, a number as a tensor, a quantised shard (torchao) as
+    its parts.
 
-    The blocks of a quantised shard do not fit shards of another size, so the name has the rank and the number of ranks.
+    The blocks of a quantised shard do not fit shards of another size, so the name contains the rank and the world size.
     """
     if not isinstance(value, Tensor):
         return {name: torch.tensor(value)}
@@ -170,7 +176,8 @@ def _pieces(name: str, value: Any) -> dict[str, Any]:
 
 
 def _movable(value: Any) -> Any:
-    """FSDP1's ShardedTensor as the DTensor that it is, on the same memory: asynchronous saving knows only those."""
+    """Return FSDP1's ShardedTensor as an equivalent DTensor on the same memory. Asynchronous saving supports only
+    DTensors."""
     if not isinstance(value, ShardedTensor):
         return value
     shape = value.size()
@@ -182,7 +189,7 @@ def _movable(value: Any) -> Any:
 
 
 def _put_numbers(leaves: list[_Leaf], state: Mapping[str, Any]) -> None:
-    """Numbers came back as tensors: put them where they belong."""
+    """Write numbers, which were loaded as tensors, back into the optimizer's state."""
     for leaf in leaves:
         if isinstance(leaf.value, Tensor):
             continue
@@ -193,7 +200,7 @@ def _put_numbers(leaves: list[_Leaf], state: Mapping[str, Any]) -> None:
 
 
 def _check_weights(weights: Mapping[str, Any], saved: Mapping[str, list[int]]) -> None:
-    """The checkpoint must hold what this run trains, no more and no less."""
+    """Raise UserError unless the checkpoint holds exactly the tensors that this run trains."""
     held = {name for name in saved if not name.startswith(_OPTIMIZER)}
     missing, extra = sorted(set(weights) - held), sorted(held - set(weights))
     if missing or extra:
@@ -212,7 +219,7 @@ def _check_weights(weights: Mapping[str, Any], saved: Mapping[str, list[int]]) -
 
 
 def _check_optimizer(leaves: list[_Leaf], saved: Mapping[str, list[int]], theirs: str, ours: str) -> None:
-    """The state of one optimizer means nothing to another, nor blocks of 8-bit state to other shards."""
+    """Raise UserError if the optimizer state does not fit: another optimizer, or 8-bit blocks of other shards."""
     held = {name for name in saved if name.startswith(_OPTIMIZER) and not _OWN.search(name)}
     shapes = {name: list(piece.size()) for leaf in leaves for name, piece in leaf.pieces.items()}
     foreign = sorted(name for name, shape in shapes.items() if saved.get(name) != shape)
@@ -233,6 +240,6 @@ def _check_optimizer(leaves: list[_Leaf], saved: Mapping[str, list[int]], theirs
 
 
 def _few(names: list[str]) -> str:
-    """The first of many names, and how many there are."""
+    """Return the first of many names, and their number."""
     more = f" and {len(names) - MAX_NAMED:,d} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more

@@ -1,13 +1,13 @@
-"""One contrastive step: encode micro-batches, score the gathered embeddings, send the gradient back through them.
+"""One contrastive step: encode micro-batches, score the gathered embeddings, backpropagate through the micro-batches.
 
-The order, for one global batch of which this rank holds a share of distinct inputs:
+The order for one global batch, of which this rank holds a rank batch of distinct inputs:
 
-1. `_agree`    one collective: how many inputs, rows and micro-batches each rank has; whether graphs are kept. What
-               frozen towers give is computed next, or was kept on disk: these towers have no part in what follows.
-2. `_forward`  every micro-batch to embeddings, without graphs where Gradient Cache is on.
-3. `_gather`   the embeddings of all ranks, and how the rows refer to them.
-4. the loss    this rank's share of L, and d L / d embeddings, which the ranks add up.
-5. `_backward` every micro-batch again (same random draws), surrogate <embedding, gradient>; the last one synchronises.
+1. `_agree`    one collective: the number of inputs, rows and micro-batches of each rank; whether graphs are kept.
+               Features of frozen towers are then computed, or read from the cache; gradients do not reach them.
+2. `_forward`  every micro-batch to embeddings, without graphs if Gradient Cache is on.
+3. `_gather`   the embeddings of all ranks, and the indices by which the rows refer to them.
+4. the loss    this rank's part of L, and d L / d embeddings, which is summed over the ranks.
+5. `_backward` every micro-batch again (same random draws), surrogate <embedding, gradient>; the last synchronises.
 """
 
 from __future__ import annotations
@@ -21,66 +21,68 @@ from torch import Tensor, nn
 
 from vembed.data import microbatches
 from vembed.data.features import Featuriser
-from vembed.data.feeding import Call, Feeder, Inputs, row_index, to_device
-from vembed.data.share import Share
+from vembed.data.feeding import Feeder, MicroBatch, ModelInputs, row_index, to_device
+from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
-from vembed.distributed.devices import float32_products
+from vembed.distributed.devices import matmul_precision
 from vembed.distributed.fsdp import reshard, set_gradient_sync, set_keep_gathered
 from vembed.distributed.session import Session
 from vembed.losses.batch import EmbeddingLoss, LossBatch
-from vembed.models.description import Lane
+from vembed.models.description import Modality
 from vembed.training.budget import Budget
-from vembed.training.frozen import FrozenImages, FrozenTowers, Known, Stores
+from vembed.training.frozen import CachedRows, FrozenImages, FrozenTowers, Stores
 from vembed.training.shortage import MemoryGuard, OutOfMemory
 from vembed.training.timing import PhaseTimer
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks know about a global batch after one collective."""
+    """Facts about a global batch that all ranks share after one collective."""
 
     num_inputs: list[int]
     num_rows: list[int]
     num_negatives: list[int]
     has_scores: bool
-    num_micro_batches: dict[Lane, int]
-    """Per lane, the maximum over the ranks."""
-    num_tower_calls: dict[Lane, int]
-    """The same for what frozen towers have yet to compute."""
+    num_micro_batches: dict[Modality, int]
+    """Per modality, the maximum over the ranks."""
+    num_tower_micro_batches: dict[Modality, int]
+    """Per frozen modality, the maximum over the ranks of micro-batches not in the cache."""
     padded_tokens: int
     """The maximum over the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What one global batch left behind, besides gradients."""
+    """Result of one global batch, besides gradients."""
 
     loss_share: Tensor
-    """This rank's share of the loss; the sum over ranks is the loss."""
+    """This rank's part of the loss. The sum over the ranks is the loss."""
     padded_tokens: int
-    num_calls: int
+    num_forwards: int
     kept_graphs: bool
     embeddings: Tensor
     """This rank's embeddings, for diagnostics."""
 
 
-def seed_of(seed: int, batch: int, rank: int, call: int) -> int:
-    """The seed of one forward: a pure function, so that a replay and a resumed run draw the same dropout masks."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + batch * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB + call) % 2**64
+def seed_of(seed: int, batch: int, rank: int, micro_batch: int) -> int:
+    """Return the seed of one forward pass. A pure function: a replay and a resumed run draw the same dropout masks."""
+    # Odd multipliers and xor-shifts, as in splitmix64, so that neighbouring batches and ranks get unrelated seeds.
+    mixed = (seed * 0x9E3779B97F4A7C15 + batch * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB + micro_batch) % 2**64
     mixed = (mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93 % 2**64
     return (mixed ^ (mixed >> 32)) >> 1
 
 
-def order_calls(plans: dict[Lane, list[list[int]]], frozen: Collection[str] = ()) -> list[Call]:
-    """Micro-batches to forwards. The last micro-batches of all lanes share one forward, so that the backward pass that
-    synchronises gradients reaches every tower; in a forward, lanes of frozen towers come last."""
-    lanes = sorted(plans, key=lambda lane: lane in frozen)
-    calls: list[Call] = [[(lane, rows)] for lane in lanes for rows in plans[lane][:-1]]
-    return [*calls, [(lane, plans[lane][-1]) for lane in lanes]]
+def order_micro_batches(splits: dict[Modality, list[list[int]]], frozen: Collection[str] = ()) -> list[MicroBatch]:
+    """Order micro-batches into forward passes. The last micro-batches of all modalities share one forward pass, so
+    that the backward pass that synchronises gradients reaches every tower. Within a forward pass, frozen modalities
+    come last."""
+    modalities = sorted(splits, key=lambda modality: modality in frozen)
+    micro_batches: list[MicroBatch] = [[(modality, rows)] for modality in modalities for rows in splits[modality][:-1]]
+    return [*micro_batches, [(modality, splits[modality][-1]) for modality in modalities]]
 
 
 class ContrastiveStep:
-    """Runs global batches through model and loss and leaves the gradient of L in the parameters."""
+    """Passes global batches through model and loss, and accumulates the gradient of L in the parameters."""
 
     def __init__(
         self,
@@ -92,14 +94,14 @@ class ContrastiveStep:
         timer: PhaseTimer,
         guard: MemoryGuard,
         seed: int,
-        frozen_lanes: Sequence[Lane] = (),
+        frozen_modalities: Sequence[Modality] = (),
         stores: Stores | None = None,
         image_bytes: int | None = None,
         *,
         packs_texts: bool = False,
     ) -> None:
-        """`frozen_lanes`: lanes whose towers are not trained; each of their inputs passes its tower once per step, or
-        never where `stores` holds its features already. `image_bytes`, `packs_texts`: see `EmbeddingModel`."""
+        """`frozen_modalities`: modalities whose towers are not trained. Each of their inputs passes its tower once per
+        step, or never if `stores` holds its features. `image_bytes`, `packs_texts`: see `EmbeddingModel`."""
         self.model = model
         self.loss = loss
         self.featuriser = featuriser
@@ -109,55 +111,69 @@ class ContrastiveStep:
         self.guard = guard
         self.seed = seed
         self.feeder = Feeder(featuriser, session.device, packs_texts=packs_texts)
-        self.frozen = FrozenTowers(model, frozen_lanes, self.feeder, stores or {})
+        self.frozen = FrozenTowers(model, frozen_modalities, self.feeder, stores or {})
         self.images = FrozenImages(model, session, image_bytes)
 
-    def accumulate(self, share: Share, batch: int, *, weight: float, last: bool, scale: float = 1.0) -> BatchResult:
+    def accumulate(
+        self, rank_batch: RankBatch, batch: int, *, weight: float, last: bool, scale: float = 1.0
+    ) -> BatchResult:
         """Add `weight` times the gradient of L of global batch number `batch` to the parameters' gradients.
 
-        `last`: this is the last batch before the optimizer's step, so its last micro-batch synchronises the ranks.
+        `last`: this is the last batch before the optimizer step, so its last micro-batch synchronises the ranks.
         `scale`: the factor of the float16 gradient scaler.
         """
         with self.timer("data"):
-            known = self.frozen.look_up(share.features)
+            cached = self.frozen.look_up(rank_batch.features)
         with self.timer("wait"):
-            agreed = self._agree(share, known)
-        plans = self._plan(share, {lane: of_lane(share, lane) for lane in self._lanes}, agreed.num_micro_batches)
-        calls = order_calls(plans, self.frozen.lanes)
-        keep = self.budget.keeps_graphs(agreed.padded_tokens, len(calls), self.session)
+            agreed = self._agree(rank_batch, cached)
+        splits = self._split(
+            rank_batch,
+            {modality: of_modality(rank_batch, modality) for modality in self._modalities},
+            agreed.num_micro_batches,
+        )
+        micro_batches = order_micro_batches(splits, self.frozen.modalities)
+        keep = self.budget.keeps_graphs(agreed.padded_tokens, len(micro_batches), self.session)
         with self.timer("forward"), self._watching_memory(), torch.set_grad_enabled(keep):
-            missing = {lane: one.missing for lane, one in known.items()}
-            tables = self.frozen.features(share.features, known, self._plan(share, missing, agreed.num_tower_calls))
-            # Where there is no second phase, there is nothing to keep for it.
+            missing = {modality: one.missing for modality, one in cached.items()}
+            tables = self.frozen.features(
+                rank_batch.features, cached, self._split(rank_batch, missing, agreed.num_tower_micro_batches)
+            )
+            # FSDP2: units stay gathered from the first micro-batch to the last backward, instead of one all-gather per
+            # micro-batch.
             self._keep_gathered(True)
+            # With kept graphs there is no second phase that could reuse image features.
             keeps_images = not keep and self.images.keeps(agreed.padded_tokens)
             outputs: list[list[Tensor]] = []
             seen: list[list[Tensor]] = []
-            for number, inputs in enumerate(self._inputs(calls, tables, share)):
-                is_last = last and number == len(calls) - 1
+            for number, inputs in enumerate(self._inputs(micro_batches, tables, rank_batch)):
+                is_last = last and number == len(micro_batches) - 1
+                # Set before the forward pass, as FSDP requires; `_backward` sets it again for each micro-batch.
                 set_gradient_sync(self.model, is_last or self.session.reduces_each_micro_batch)
                 if keeps_images:
-                    seen.append(self.images.see(inputs))
-                outputs.append(self._forward(self.images.instead(inputs, seen, number), batch, number))
-            own = self._join(calls, outputs, len(share.features))
+                    seen.append(self.images.encode(inputs))
+                outputs.append(self._forward(self.images.substitute(inputs, seen, number), batch, number))
+            own = self._join(micro_batches, outputs, len(rank_batch.features))
         kept = outputs if keep else None
         with self.timer("wait"):
-            loss_batch = self._gather(own, share, agreed)
-        with self.timer("loss"), torch.enable_grad(), float32_products("highest"):
+            loss_batch = self._gather(own, rank_batch, agreed)
+        with self.timer("loss"), torch.enable_grad(), matmul_precision("highest"):
             loss_share = self.loss(loss_batch)
+            # The loss runs in float32. Its gradient carries the float16 scale into the backward of each micro-batch.
             (loss_share * (weight * scale)).backward()
         with self.timer("wait"):
+            # Every rank's loss depends on all embeddings. Summed over the ranks, each rank gets the rows of its own
+            # inputs.
             gradient = collectives.reduce_scatter_rows(gradient_of(loss_batch.embeddings), agreed.num_inputs)
         with self.timer("backward"), self._watching_memory():
-            # FSDP and the flat all-reduce average over the ranks, and L is a sum over them.
+            # FSDP and the flat all-reduce average over the ranks, but L is a sum over them.
             gradient = gradient * self.session.world_size
-            self._backward(calls, kept, tables, seen, gradient, share, batch, last)
-        padded = sum(self.feeder.padded_tokens(call, share.features) for call in calls)
-        return BatchResult(loss_share.detach(), padded, len(calls) * (1 if keep else 2), keep, own)
+            self._backward(micro_batches, kept, tables, seen, gradient, rank_batch, batch, last)
+        padded = sum(self.feeder.padded_tokens(micro_batch, rank_batch.features) for micro_batch in micro_batches)
+        return BatchResult(loss_share.detach(), padded, len(micro_batches) * (1 if keep else 2), keep, own)
 
     @contextmanager
     def _watching_memory(self) -> Iterator[None]:
-        """At the end all ranks know whether one of them ran out of memory; then OutOfMemory is raised on all."""
+        """Raise OutOfMemory on all ranks if one of them ran out of memory inside the with-block. Collective at exit."""
         failed = False
         try:
             yield
@@ -168,21 +184,29 @@ class ContrastiveStep:
             raise OutOfMemory
 
     @property
-    def _lanes(self) -> tuple[Lane, ...]:
-        return self.featuriser.description.lanes
+    def _modalities(self) -> tuple[Modality, ...]:
+        return self.featuriser.description.modalities
 
-    def _agree(self, share: Share, known: Mapping[Lane, Known]) -> Agreement:
+    def _agree(self, rank_batch: RankBatch, cached: Mapping[Modality, CachedRows]) -> Agreement:
         counts: list[int] = []
         padded = 0
-        for lane in self._lanes:
-            lengths = [share.features[place].length for place in of_lane(share, lane)]
-            plan = microbatches.plan(lengths, self.budget.micro_batch_tokens, self.budget.max_rows)
-            counts.append(len(plan))
-            padded += microbatches.padded_tokens(lengths, plan)
-        for one in known.values():
-            lengths = [share.features[place].length for place in one.missing]
-            counts.append(len(microbatches.plan(lengths, self.budget.micro_batch_tokens, self.budget.max_rows)))
-        mine = [len(share.features), len(share.query), len(share.negative), int(share.scores is not None), padded]
+        for modality in self._modalities:
+            lengths = [rank_batch.features[place].length for place in of_modality(rank_batch, modality)]
+            split = microbatches.split(lengths, self.budget.micro_batch_tokens, self.budget.max_rows)
+            counts.append(len(split))
+            padded += microbatches.padded_tokens(lengths, split)
+        for one in cached.values():
+            lengths = [rank_batch.features[place].length for place in one.missing]
+            counts.append(len(microbatches.split(lengths, self.budget.micro_batch_tokens, self.budget.max_rows)))
+        mine = [
+            len(rank_batch.features),
+            len(rank_batch.query),
+            len(rank_batch.negative),
+            int(rank_batch.scores is not None),
+            padded,
+        ]
+        # Ranks must run equally many micro-batches per modality (collectives inside the model), so the counts are
+        # exchanged first.
         table = collectives.all_gather_ints([*mine, *counts])
         largest = [max(column) for column in zip(*(row[len(mine) :] for row in table), strict=True)]
         return Agreement(
@@ -191,61 +215,71 @@ class ContrastiveStep:
             num_negatives=[row[2] for row in table],
             has_scores=all(row[3] for row in table),
             padded_tokens=max(row[4] for row in table),
-            num_micro_batches=dict(zip(self._lanes, largest, strict=False)),
-            num_tower_calls=dict(zip(known, largest[len(self._lanes) :], strict=True)),
+            num_micro_batches=dict(zip(self._modalities, largest, strict=False)),
+            num_tower_micro_batches=dict(zip(cached, largest[len(self._modalities) :], strict=True)),
         )
 
-    def _plan(
-        self, share: Share, places_of: Mapping[Lane, list[int]], counts: Mapping[Lane, int]
-    ) -> dict[Lane, list[list[int]]]:
-        """Micro-batches of some inputs of each lane, as many as agreed."""
-        plans: dict[Lane, list[list[int]]] = {}
-        for lane, places in places_of.items():
-            lengths = [share.features[place].length for place in places]
-            plan = microbatches.plan(
-                lengths, self.budget.micro_batch_tokens, self.budget.max_rows, at_least=counts[lane]
+    def _split(
+        self, rank_batch: RankBatch, places_of: Mapping[Modality, list[int]], counts: Mapping[Modality, int]
+    ) -> dict[Modality, list[list[int]]]:
+        """Return micro-batches of some inputs of each modality, exactly as many as agreed."""
+        splits: dict[Modality, list[list[int]]] = {}
+        for modality, places in places_of.items():
+            lengths = [rank_batch.features[place].length for place in places]
+            split = microbatches.split(
+                lengths, self.budget.micro_batch_tokens, self.budget.max_rows, at_least=counts[modality]
             )
-            if plan:
-                plans[lane] = [[places[row] for row in rows] for rows in plan]
-        return plans
+            if split:
+                splits[modality] = [[places[row] for row in rows] for rows in split]
+        return splits
 
-    def _inputs(self, calls: Sequence[Call], tables: Mapping[Lane, Tensor], share: Share) -> Iterator[Inputs]:
-        """What the model takes in each call: of frozen towers, what they gave."""
-        moving = [[part for part in call if part[0] not in self.frozen.lanes] for call in calls]
-        for call, inputs in zip(calls, self.feeder.feed(moving, share.features), strict=True):
-            yield [*inputs, *(self.frozen.inputs(part, tables) for part in call if part[0] in self.frozen.lanes)]
+    def _inputs(
+        self, micro_batches: Sequence[MicroBatch], tables: Mapping[Modality, Tensor], rank_batch: RankBatch
+    ) -> Iterator[ModelInputs]:
+        """Yield the model's input for each forward pass, with features in place of frozen towers' inputs."""
+        moving = [
+            [part for part in micro_batch if part[0] not in self.frozen.modalities] for micro_batch in micro_batches
+        ]
+        for micro_batch, inputs in zip(micro_batches, self.feeder.feed(moving, rank_batch.features), strict=True):
+            yield [
+                *inputs,
+                *(self.frozen.inputs(part, tables) for part in micro_batch if part[0] in self.frozen.modalities),
+            ]
 
-    def _forward(self, inputs: Inputs, batch: int, call: int) -> list[Tensor]:
-        torch.manual_seed(seed_of(self.seed, batch, self.session.rank, call))
+    def _forward(self, inputs: ModelInputs, batch: int, micro_batch: int) -> list[Tensor]:
+        torch.manual_seed(seed_of(self.seed, batch, self.session.rank, micro_batch))
         outputs: list[Tensor] = self.model(inputs)
         return outputs
 
-    def _join(self, calls: Sequence[Call], outputs: Sequence[list[Tensor]], num_inputs: int) -> Tensor:
-        """The embeddings of the share in the order of its inputs; what dummies gave is left out."""
+    def _join(self, micro_batches: Sequence[MicroBatch], outputs: Sequence[list[Tensor]], num_inputs: int) -> Tensor:
+        """Return the rank batch's embeddings in the order of its inputs. Outputs of dummies are dropped."""
         first = outputs[0][0]
         joined = torch.zeros(num_inputs, first.shape[1], dtype=first.dtype, device=first.device)
-        for call, embeddings in zip(calls, outputs, strict=True):
-            for (_, rows), embedding in zip(call, embeddings, strict=True):
+        for micro_batch, embeddings in zip(micro_batches, outputs, strict=True):
+            for (_, rows), embedding in zip(micro_batch, embeddings, strict=True):
                 if rows:
                     joined[row_index(rows, first.device)] = embedding.detach()
         return joined
 
-    def _gather(self, own: Tensor, share: Share, agreed: Agreement) -> LossBatch:
-        """All ranks' embeddings as one leaf, and everybody's rows with indices into it."""
+    def _gather(self, own: Tensor, rank_batch: RankBatch, agreed: Agreement) -> LossBatch:
+        """Gather the embeddings of all ranks as one leaf, and the rows of all ranks with indices into it."""
         session = self.session
+        # A new leaf: the gather itself is not differentiated; `reduce_scatter_rows` does its backward by hand.
         embeddings = collectives.all_gather_rows(own, agreed.num_inputs).requires_grad_()
+        # Row indices are local; behind the gather, rank r's inputs begin after those of ranks 0 to r - 1.
         offset = sum(agreed.num_inputs[: session.rank])
         columns = [
-            torch.tensor([feature.content for feature in share.features], dtype=torch.int64),
-            torch.from_numpy(share.query) + offset,
-            torch.from_numpy(share.positive) + offset,
-            torch.from_numpy(share.example),
-            torch.from_numpy(share.negative) + offset,
-            torch.from_numpy(share.negative_example),
+            torch.tensor([feature.content for feature in rank_batch.features], dtype=torch.int64),
+            torch.from_numpy(rank_batch.query) + offset,
+            torch.from_numpy(rank_batch.positive) + offset,
+            torch.from_numpy(rank_batch.example),
+            torch.from_numpy(rank_batch.negative) + offset,
+            torch.from_numpy(rank_batch.negative_example),
         ]
         sizes = [agreed.num_inputs, *[agreed.num_rows] * 3, *[agreed.num_negatives] * 2]
-        if agreed.has_scores and share.scores is not None:
-            columns.append(torch.from_numpy(share.scores).view(torch.int64))
+        if agreed.has_scores and rank_batch.scores is not None:
+            # Reinterpreted bits, not a conversion: all columns travel in one int64 collective.
+            columns.append(torch.from_numpy(rank_batch.scores).view(torch.int64))
             sizes.append(agreed.num_rows)
         per_rank = [sum(size[rank] for size in sizes) for rank in range(session.world_size)]
         flat = collectives.all_gather_rows(to_device(torch.cat(columns), session.device), per_rank)
@@ -272,28 +306,31 @@ class ContrastiveStep:
 
     def _backward(
         self,
-        calls: Sequence[Call],
+        micro_batches: Sequence[MicroBatch],
         kept: list[list[Tensor]] | None,
-        tables: Mapping[Lane, Tensor],
+        tables: Mapping[Modality, Tensor],
         seen: list[list[Tensor]],
         gradient: Tensor,
-        share: Share,
+        rank_batch: RankBatch,
         batch: int,
         last: bool,
     ) -> None:
-        feed = self._inputs(calls, tables, share) if kept is None else None
-        for number, call in enumerate(calls):
-            is_last = last and number == len(calls) - 1
+        feed = self._inputs(micro_batches, tables, rank_batch) if kept is None else None
+        for number, micro_batch in enumerate(micro_batches):
+            is_last = last and number == len(micro_batches) - 1
             set_gradient_sync(self.model, is_last or self.session.reduces_each_micro_batch)
+            # From the last backward on, the units reshard again.
             self._keep_gathered(not is_last)
             if kept is not None:
+                # Dropping the reference frees each graph as soon as its backward is done.
                 outputs, kept[number] = kept[number], []
             else:
                 assert feed is not None
-                outputs = self._forward(self.images.instead(next(feed), seen, number), batch, number)
+                outputs = self._forward(self.images.substitute(next(feed), seen, number), batch, number)
             pairs = [
+                # A dummy gets a zero gradient: it adds nothing, but its backward takes part in the ranks' collectives.
                 (output, gradient[row_index(rows, gradient.device)] if rows else torch.zeros_like(output))
-                for (_, rows), output in zip(call, outputs, strict=True)
+                for (_, rows), output in zip(micro_batch, outputs, strict=True)
                 if output.requires_grad
             ]
             if pairs:
@@ -306,11 +343,11 @@ class ContrastiveStep:
             set_keep_gathered(self.model, on, self.session.fsdp.reshard_after_forward)
 
 
-def of_lane(share: Share, lane: Lane) -> list[int]:
-    """Places of a lane's inputs in a share."""
-    return [place for place, feature in enumerate(share.features) if feature.lane == lane]
+def of_modality(rank_batch: RankBatch, modality: Modality) -> list[int]:
+    """Return the positions of a modality's inputs in a rank batch."""
+    return [place for place, feature in enumerate(rank_batch.features) if feature.modality == modality]
 
 
 def gradient_of(leaf: Tensor) -> Tensor:
-    """The gradient that a backward pass left in a leaf; zeros where the loss did not depend on it."""
+    """Return the gradient of a leaf, or zeros if the loss did not depend on it."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -1,9 +1,9 @@
-"""Storage of torch.distributed.checkpoint: safetensors files and a JSON index, so that nothing pickled is ever read.
+"""Storage for torch.distributed.checkpoint: safetensors files and a JSON index, so that nothing pickled is ever read.
 
-torch's own FileSystemWriter keeps its metadata in a pickle. Here each process writes its pieces of the tensors to
-`rank<r>-<n>.safetensors`, and the coordinator writes `index.json` (which piece of which tensor is where), the other
-files of the checkpoint and its manifest, and renames the folder. All of it happens inside torch's save, so that a
-failure on one process is known by all, and so that an asynchronous save commits by itself.
+torch's own FileSystemWriter pickles its metadata. Here each process writes its pieces of the tensors to
+`rank<r>-<n>.safetensors`. The coordinator writes `index.json` (the file of each piece), the other files of the
+checkpoint and its manifest, and renames the folder. All of it happens inside torch's save, so a failure on one process
+is known to all, and an asynchronous save commits by itself.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from vembed.training.integrity import STATE, commit, write_durably
 
 INDEX = "index.json"
 FILE_BYTES = 256 * 2**20
-"""Pieces are collected in files of about this size: what a process holds in memory twice while it writes."""
+"""Approximate size of a file of pieces. While writing, a process holds this much twice in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where one piece of a tensor went."""
+    """Location of one piece of a tensor."""
 
     file: str
     key: str
     checksum: str
-    """Of the whole file."""
+    """Checksum of the whole file."""
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes one checkpoint into `partial` and makes it `final`."""
+    """Storage writer that fills `partial` and renames it to `final`."""
 
     def __init__(
         self, partial: Path, final: Path, state: dict[str, Any], *, rank: int, committed: Callable[[], None]
@@ -70,31 +70,31 @@ class CheckpointWriter(StorageWriter):
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to forget: a writer is made for one checkpoint."""
+        """Do nothing: a writer is made for one checkpoint."""
 
     @override
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up: the folder exists."""
+        """Do nothing: the folder exists."""
 
     @override
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The planner's plan is good."""
+        """Return the planner's plan unchanged."""
         return plan
 
     @override
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The planner's plans are good."""
+        """Return the planner's plans unchanged."""
         return plans
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this process's pieces, flush them, and return where each went."""
+        """Write this process's pieces, flush them, and return their locations."""
         results: list[WriteResult] = []
         for number, items in enumerate(_bundles(plan.items)):
             name = f"rank{self.rank:05d}-{number:05d}.safetensors"
             pieces: dict[str, torch.Tensor] = {}
             for item in items:
-                # A copy, since safetensors refuses tensors that share memory, as pieces of a flat parameter do.
+                # Clone: safetensors refuses tensors that share memory, as pieces of a flat parameter do.
                 piece = planner.resolve_data(item)
                 assert isinstance(piece, torch.Tensor)
                 pieces[_key(item.index)] = piece.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -108,7 +108,7 @@ class CheckpointWriter(StorageWriter):
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when all have written: index, state, manifest, rename."""
+        """Write index, state and manifest, then rename. Runs on the coordinator after all have written."""
         stored = {result.index: result.storage_data for per_rank in results for result in per_rank}
         write_durably(self.partial / INDEX, json.dumps(_index(metadata, stored)).encode())
         write_durably(self.partial / STATE, json.dumps(self.state, indent=1).encode())
@@ -118,12 +118,12 @@ class CheckpointWriter(StorageWriter):
     @classmethod
     @override
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Not chosen by name."""
+        """Return True: checkpoints are not chosen by name."""
         return False
 
 
 class CheckpointReader(StorageReader):
-    """Reads the pieces that a process needs out of a checkpoint that any number of processes wrote."""
+    """Storage reader for the pieces a process needs, from a checkpoint written by any number of processes."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -131,11 +131,11 @@ class CheckpointReader(StorageReader):
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to forget: a reader is made for one checkpoint."""
+        """Do nothing: a reader is made for one checkpoint."""
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index, as torch wants it."""
+        """Return the index in torch's form."""
         tensors: dict[str, TensorStorageMetadata] = {}
         places: dict[MetadataIndex, tuple[str, str]] = {}
         for name, entry in json.loads((self.directory / INDEX).read_bytes()).items():
@@ -150,18 +150,18 @@ class CheckpointReader(StorageReader):
 
     @override
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Remember where the pieces are."""
+        """Store the locations of the pieces."""
         self.stored = metadata.storage_data
 
     @override
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """File by file."""
+        """Sort the reads by file."""
         plan.items.sort(key=lambda item: self.stored[item.storage_index])
         return plan
 
     @override
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The planner's plans are good."""
+        """Return the planner's plans unchanged."""
         return plans
 
     @override
@@ -189,22 +189,22 @@ class CheckpointReader(StorageReader):
     @classmethod
     @override
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Not chosen by name."""
+        """Return True: checkpoints are not chosen by name."""
         return False
 
 
 def _key(index: MetadataIndex) -> str:
-    """Name of a piece in its file."""
+    """Return the name of a piece in its file."""
     return f"{index.fqn}@{','.join(str(start) for start in index.offset or ())}"
 
 
 def _bundles(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Pieces for one file each, in order."""
+    """Yield groups of pieces, one group per file, in order."""
     bundle: list[WriteItem] = []
     filled = 0
     for item in items:
         if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
-            raise TypeError(f"{item.index.fqn} is no tensor, and a checkpoint holds tensors and JSON alone")
+            raise TypeError(f"{item.index.fqn} is not a tensor; a checkpoint holds only tensors and JSON")
         size = item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
         if bundle and filled + size > FILE_BYTES:
             yield bundle

@@ -1,4 +1,4 @@
-"""PhaseTimer and Profile: where the time of a step goes, per rank, without stopping the device to ask."""
+"""PhaseTimer and Profile: time per phase of a step on each rank, without synchronising the device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vembed.config.schema import TrainConfig
 log = logging.getLogger("vembed")
 
 PHASES = ("data", "forward", "loss", "backward", "optimizer", "wait")
-"""Phases of a step; `wait` is the time in collectives, waiting for other ranks included."""
+"""Phases of a step. `wait` is the time in collectives, including the wait for other ranks."""
 
 
 class PhaseTimer:
-    """Adds up seconds per phase: wall clock on CPU, events on CUDA that are read when the figures are asked for."""
+    """Seconds per phase: wall clock on CPU; on CUDA, events that are read when the figures are requested."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
@@ -46,7 +46,7 @@ class PhaseTimer:
             self.seconds[phase] += time.perf_counter() - began
 
     def take(self) -> dict[str, float]:
-        """Seconds per phase since the last call; waits for the device."""
+        """Return the seconds per phase since the last call. Waits for the device."""
         if self.events:
             self.events[-1][2].synchronize()
             for phase, start, end in self.events:
@@ -58,7 +58,7 @@ class PhaseTimer:
 
 
 class Profile:
-    """Writes what each rank did in the chosen steps to trace-rank<r>.json, which Perfetto and chrome://tracing show."""
+    """Profiler that writes the chosen steps of each rank to trace-rank<r>.json, for Perfetto and chrome://tracing."""
 
     def __init__(self, config: TrainConfig, rank: int, total_steps: int) -> None:
         self.range: tuple[int, int] | None = None
@@ -66,13 +66,13 @@ class Profile:
             first, last = config.profile_steps
             self.range = first, min(last, total_steps)
             if first > total_steps:
-                log.warning("profile_steps: %s lies behind the run's last step, %d", config.profile_steps, total_steps)
+                log.warning("profile_steps: %s is after the run's last step, %d", config.profile_steps, total_steps)
         self.path = Path(config.output_dir) / f"trace-rank{rank}.json"
         self.profiler: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
-        """Start recording ahead of the first chosen step (steps count from 1), or of the first that a resumed run has
-        of them."""
+        """Start recording before the first chosen step (steps count from 1), or before the first one left in a
+        resumed run."""
         if self.range and self.profiler is None and self.range[0] <= step <= self.range[1]:
             self.range = step, self.range[1]
             self.profiler = torch.profiler.profile(record_shapes=True, with_stack=True)

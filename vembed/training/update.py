@@ -1,4 +1,5 @@
-"""Update: from the gradients that a rank has to one step of the optimizer, the same on every rank."""
+"""Optimizer updates: gradient synchronisation, norm, clipping and the float16 gradient scale. The same on every
+rank."""
 
 from __future__ import annotations
 
@@ -20,20 +21,21 @@ GROWTH_STEPS = 2000
 
 @dataclass
 class GradientScale:
-    """The factor that keeps float16 gradients from vanishing; 1 and constant for every other dtype."""
+    """Loss scale that keeps float16 gradients from underflowing. Constant 1 for every other dtype."""
 
     value: float = 1.0
     good_steps: int = 0
     is_started: bool = False
-    """Whether float16 has its first value: one that overflows have brought down to 1 is not a new one."""
+    """Whether the first float16 value was set. A value that overflows reduced to 1 must not be reset."""
 
     def start(self) -> None:
-        """Take the first value, unless a checkpoint has brought a later one."""
+        """Set the first value, unless a checkpoint has restored a later one."""
         if not self.is_started:
             self.value, self.is_started = FIRST_SCALE, True
 
     def after(self, is_finite: bool) -> bool:
-        """Halve it after an overflow, double it after many good steps. False where it cannot be halved any more."""
+        """Halve the scale after an overflow, double it after many good steps. Return False if it cannot be halved
+        any more."""
         if not is_finite:
             was_lowest = self.value == 1.0
             self.value, self.good_steps = max(self.value / 2, 1.0), 0
@@ -46,28 +48,29 @@ class GradientScale:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     loss: float
     """L of the global batch."""
     grad_norm: float
-    """The global norm before clipping."""
+    """Global gradient norm before clipping."""
     applied: bool
-    """False where a number was not finite and the step was left out."""
+    """False if the step was skipped because of non-finite values."""
     is_overflow: bool = False
-    """Whether it was left out because float16 overflowed, with a gradient scale that could be halved."""
+    """Whether the step was skipped because of a float16 overflow, and the scale could be halved."""
 
 
 def synchronise(model: nn.Module, loss: EmbeddingLoss, session: Session) -> None:
-    """After the last backward pass: FSDP has averaged its shards by then; copies and loss parameters do it here."""
+    """Synchronise gradients that FSDP did not reduce: replicas under DDP, and loss parameters. Call it after the
+    last backward."""
     if session.strategy == "ddp":
         collectives.all_reduce_gradients(model.parameters())
-    # Each rank holds its own rows' part of these gradients, and L is the sum over the rows.
+    # Each rank's gradient of a loss parameter comes from its own rows, and L is the sum over the rows: sum, not mean.
     collectives.all_reduce_gradients(loss.parameters(), average=False)
 
 
 class Update:
-    """Measures, clips and applies gradients."""
+    """Gradient norm, clipping and the optimizer step."""
 
     def __init__(
         self,
@@ -89,20 +92,25 @@ class Update:
             scale.start()
 
     def apply(self, loss_share: torch.Tensor) -> Outcome:
-        """One step of the optimizer with the gradients as they stand; then none are left."""
+        """Take one optimizer step with the current gradients, then clear them. Collective."""
         parameters = [*self.model.parameters(), *self.loss.parameters()]
         norm_tensor = global_grad_norm(self.model, list(self.loss.parameters()))
         loss = collectives.sum_scalars([float(loss_share)])[0]
+        # The norm is measured on scaled gradients and divided afterwards. Unscaling and clipping then share one
+        # multiplication below.
         norm = float(norm_tensor) / self.scale.value
+        # Both values are sums over all ranks, so every rank takes the same branch.
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         if is_finite:
             factor = 1.0 / self.scale.value
             if self.max_grad_norm and norm > self.max_grad_norm:
+                # 1e-6 as in torch.nn.utils.clip_grad_norm_.
                 factor *= self.max_grad_norm / (norm + 1e-6)
             if factor != 1.0:
                 clip_gradients(parameters, factor)
             self.optimizer.step()
             self.loss.project_parameters()
+        # Also after a skipped step: its gradients must not be added to those of the next.
         self.optimizer.zero_grad(set_to_none=True)
         could_scale = self.scales and self.scale.after(is_finite)
         return Outcome(loss, norm, is_finite, is_overflow=could_scale and not is_finite and math.isfinite(loss))

@@ -1,4 +1,4 @@
-"""The whole model inside a checkpoint, for fsdp_state_dict_type: FULL_STATE_DICT; others hold pieces alone."""
+"""The whole model inside a checkpoint, for fsdp_state_dict_type: FULL_STATE_DICT. Other types hold only pieces."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ FOLDER = "model"
 def whole_model_writer(
     config: TrainConfig, session: Session, embedder: EmbeddingModel, model: nn.Module, loss: EmbeddingLoss
 ) -> Callable[[Path], None] | None:
-    """What `Checkpointer.save` is to write besides: the model in the layout of final/, if the config asks for it.
+    """Return the function that writes the model in the layout of final/ into a checkpoint, or None if the config does
+    not ask.
 
-    The pieces are written all the same: the run goes on from those, on any number of processes. Collective.
+    The pieces are written too: the run resumes from those, on any number of processes. The function is collective.
     """
     kind = None if session.fsdp is None else session.fsdp.state_dict_type
     if kind == "LOCAL_STATE_DICT":
@@ -39,6 +40,7 @@ def whole_model_writer(
     log.info("fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in %s/", FOLDER)
 
     def write(checkpoint: Path) -> None:
+        # Collective, so it comes before the branch on rank 0.
         weights = full_state_dict(model)
         if session.is_main:
             learned = loss.scale_and_bias()

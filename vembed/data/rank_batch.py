@@ -1,4 +1,4 @@
-"""Share: one rank's part of a global batch, its distinct inputs featurised, its rows as indices. No communication."""
+"""Rank batch: a rank's part of the global batch, with features of its distinct inputs and rows of indices."""
 
 from __future__ import annotations
 
@@ -10,44 +10,46 @@ from typing import Protocol
 
 import numpy as np
 
-from vembed.data.batches import BatchPlan, rank_rows
+from vembed.data.batches import BatchSchedule, rank_rows
 from vembed.data.examples import Example, Item, Kind
 from vembed.data.features import Features, Featuriser
 
 AHEAD = 2
-"""Steps that are prepared ahead of the one that runs, for each worker."""
+"""Number of batches that each worker prepares ahead."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank brings to one global batch. Indices point into `features`, each distinct input once."""
+class RankBatch:
+    """A rank's part of a global batch. Indices point into `features`, which holds each distinct input once."""
 
     epoch: int
     batch_in_epoch: int
     features: list[Features]
     query: np.ndarray
-    """[R] one entry per row, and there is a row for each (query, positive) pair."""
+    """[R] index of the query of each row; there is one row per (query, positive) pair."""
     positive: np.ndarray
     example: np.ndarray
-    """[R] position of the row's example in the global batch."""
+    """[R] position of each row's example in the global batch."""
     negative: np.ndarray
-    """[H] one entry per occurrence of a hard negative."""
+    """[H] index of each occurrence of a hard negative."""
     negative_example: np.ndarray
     scores: np.ndarray | None
     num_inputs: int
-    """Inputs before equal ones were joined."""
+    """Number of inputs before the removal of duplicates."""
     num_examples: int
     where: list[str]
     """File and line of each example, for messages."""
 
     @property
     def useful_tokens(self) -> int:
-        """Tokens and patches of the distinct inputs, without padding."""
+        """Return the tokens and patches of the distinct inputs, without padding."""
         return sum(feature.length for feature in self.features)
 
 
-def make_share(examples: Sequence[Example], first: int, epoch: int, number: int, featuriser: Featuriser) -> Share:
-    """Turn a rank's examples into distinct featurised inputs and rows; `first` is its position in the global batch."""
+def make_rank_batch(
+    examples: Sequence[Example], first: int, epoch: int, number: int, featuriser: Featuriser
+) -> RankBatch:
+    """Build a rank batch from a rank's examples. `first`: position of the first example in the global batch."""
     items: list[tuple[Item, Kind]] = []
     rows: list[tuple[int, int, int]] = []
     negatives: list[tuple[int, int]] = []
@@ -63,6 +65,7 @@ def make_share(examples: Sequence[Example], first: int, epoch: int, number: int,
             items.append((negative, "document"))
         scores.extend(example.scores or ())
     all_features = featuriser.features(items)
+    # Equal inputs are encoded once: `where_to` maps each item to its row in `distinct`.
     place: dict[int, int] = {}
     distinct: list[Features] = []
     where_to = np.empty(len(items), dtype=np.int64)
@@ -74,7 +77,7 @@ def make_share(examples: Sequence[Example], first: int, epoch: int, number: int,
         where_to[position] = found
     row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
     negative_table = np.asarray(negatives, dtype=np.int64).reshape(-1, 2)
-    return Share(
+    return RankBatch(
         epoch=epoch,
         batch_in_epoch=number,
         features=distinct,
@@ -96,41 +99,47 @@ class Examples(Protocol):
     def __getitem__(self, index: int, /) -> Example: ...
 
 
-class ShareStream:
-    """The shares of one rank, step after step from any starting point, prepared ahead by threads."""
+class RankBatchStream:
+    """Rank batches of one rank in order, from any starting point, prepared ahead by threads."""
 
     def __init__(
-        self, store: Examples, plan: BatchPlan, featuriser: Featuriser, rank: int, world_size: int, num_workers: int
+        self,
+        store: Examples,
+        batch_schedule: BatchSchedule,
+        featuriser: Featuriser,
+        rank: int,
+        world_size: int,
+        num_workers: int,
     ) -> None:
         self.store = store
-        self.plan = plan
+        self.batch_schedule = batch_schedule
         self.featuriser = featuriser
         self.rank = rank
         self.world_size = world_size
         self.num_workers = num_workers
 
-    def share(self, batch_number: int) -> Share:
-        """The share of the `batch_number`-th global batch of the run: a pure function of that number."""
-        epoch, number = divmod(batch_number, self.plan.steps_per_epoch)
-        indices = self.plan.batch(epoch, number)
+    def rank_batch(self, batch_number: int) -> RankBatch:
+        """Return the rank batch of a global batch of the run. It depends only on the number, so runs can resume."""
+        epoch, number = divmod(batch_number, self.batch_schedule.steps_per_epoch)
+        indices = self.batch_schedule.batch(epoch, number)
         own = rank_rows(len(indices), self.rank, self.world_size)
         examples = [self.store[int(index)] for index in indices[own]]
-        return make_share(examples, own.start, epoch, number, self.featuriser)
+        return make_rank_batch(examples, own.start, epoch, number, self.featuriser)
 
     def sample(self, num_batches: int = 4) -> list[Features]:
-        """Features of the first batches, to measure memory with."""
-        return [feature for number in range(num_batches) for feature in self.share(number).features]
+        """Return the features of the first batches, for the measurement of memory."""
+        return [feature for number in range(num_batches) for feature in self.rank_batch(number).features]
 
-    def from_batch(self, first: int, end: int) -> Iterator[Share]:
-        """The shares of the batches first .. end-1, in order."""
+    def from_batch(self, first: int, end: int) -> Iterator[RankBatch]:
+        """Yield the rank batches first .. end-1, in order."""
         if self.num_workers == 0:
-            yield from map(self.share, range(first, end))
+            yield from map(self.rank_batch, range(first, end))
             return
         pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="vembed-data")
-        waiting: deque[Future[Share]] = deque()
+        waiting: deque[Future[RankBatch]] = deque()
         try:
             for number in range(first, end):
-                waiting.append(pool.submit(self.share, number))
+                waiting.append(pool.submit(self.rank_batch, number))
                 if len(waiting) > AHEAD * self.num_workers:
                     yield waiting.popleft().result()
             while waiting:

@@ -24,8 +24,8 @@ from tests.models.families import (
     config_for,
     gradients_of,
     inputs_for,
-    lane_items,
     loss_of,
+    modality_items,
     parts_for,
     pictures,
     text_inputs,
@@ -101,9 +101,9 @@ def test_vision_language_is_the_last_token_of_the_whole(make, side):
     description = model.description
     assert description.padding_side == side
     plain = _plain(make)
-    items = lane_items("vision")
+    items = modality_items("multimodal")
     with torch.no_grad():
-        (found,) = model([("vision", vision_inputs(description, items))])
+        (found,) = model([("multimodal", vision_inputs(description, items))])
         for row, item in zip(found, items, strict=True):
             alone = plain(**vision_inputs(description, [item])).last_hidden_state[0, -1]
             torch.testing.assert_close(row, alone, atol=1e-5, rtol=1e-5)
@@ -114,11 +114,11 @@ def test_an_item_is_the_same_whatever_it_is_batched_with(make):
     model = built(make).eval()
     description = model.description
     with torch.no_grad():
-        for lane in description.lanes:
-            items = lane_items(lane)
-            (together,) = model([(lane, inputs_for(description, lane, items))])
+        for modality in description.modalities:
+            items = modality_items(modality)
+            (together,) = model([(modality, inputs_for(description, modality, items))])
             for row, item in zip(together, items, strict=True):
-                (alone,) = model([(lane, inputs_for(description, lane, [item]))])
+                (alone,) = model([(modality, inputs_for(description, modality, [item]))])
                 torch.testing.assert_close(alone[0], row, atol=1e-5, rtol=1e-5)
 
 
@@ -187,16 +187,16 @@ def test_every_trained_parameter_gets_a_gradient_and_each_layer_is_a_unit(make):
 def test_gradient_checkpointing_recomputes_each_layer_and_changes_nothing(make):
     plain, saving = built(make).train(), built(make, gradient_checkpointing=True).train()
     parts = parts_for(plain.description)
-    calls = Counter()
+    micro_batches = Counter()
     for number, layer in enumerate(layers_of(saving.backbone)):
         for inner in list(layer.modules())[1:]:
-            inner.register_forward_hook(lambda module, *_, of=number: calls.update([(of, id(module))]))
+            inner.register_forward_hook(lambda module, *_, of=number: micro_batches.update([(of, id(module))]))
     outputs = saving(parts)
-    before = calls.copy()
+    before = micro_batches.copy()
     loss_of(outputs).backward()
     for number in range(len(layers_of(saving.backbone))):
         # The recomputation ends with the last thing that the backward pass wants, so not every inner module runs again.
-        assert any(calls[key] == 2 * before[key] for key in calls if key[0] == number)
+        assert any(micro_batches[key] == 2 * before[key] for key in micro_batches if key[0] == number)
     loss_of(plain(parts)).backward()
     assert max(gradient_errors(gradients_of(saving), gradients_of(plain)).values()) < 1e-5
 
