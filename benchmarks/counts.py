@@ -26,7 +26,7 @@ from vembed.distributed import collectives
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
 from vembed.models import modalities
-from vembed.models.embedder import EmbeddingModel
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.tools.demo import demo_model
 from vembed.training.run import train
 from vembed.training.step import ContrastiveStep

@@ -22,7 +22,7 @@ from vembed.data.batches import BatchSchedule
 from vembed.data.features import Featuriser
 from vembed.data.rank_batch import RankBatchStream
 from vembed.data.sources import open_examples
-from vembed.models.families import describe
+from vembed.families.decisions import describe
 from vembed.tools.demo import demo_model
 
 LOSS_ROWS = (64, 1024, 8192, 65536)

@@ -12,7 +12,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data import microbatches
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
-from vembed.models.families import describe
+from vembed.families.decisions import describe
 from vembed.tools.demo import demo_model
 from vembed.training.budget import CPU_MICRO_BATCH_TOKENS
 

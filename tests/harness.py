@@ -28,7 +28,7 @@ PRELOADED = [
     "accelerate",
     "vembed.data.features",
     "vembed.distributed.session",
-    "vembed.models.embedder",
+    "vembed.models.embedding_model",
     "vembed.training.run",
 ]
 

@@ -20,24 +20,24 @@ __all__ = [
 
 if TYPE_CHECKING:
     from vembed.config.loading import load_config
-    from vembed.distributed.fsdp import unify_model_dtype_for_fsdp
     from vembed.distributed.memory import fsdp_empty_cache, fsdp_print_memory_usage
+    from vembed.distributed.parameters import unify_model_dtype_for_fsdp
     from vembed.errors import UserError
-    from vembed.evaluation.embedder import Embedder
-    from vembed.evaluation.run import evaluate
+    from vembed.evaluation.scores import evaluate
+    from vembed.inference.embedder import Embedder
     from vembed.training.run import train
     from vembed.weights.merge import merge
 
 _HOME = {
-    "Embedder": "vembed.evaluation.embedder",
+    "Embedder": "vembed.inference.embedder",
     "UserError": "vembed.errors",
-    "evaluate": "vembed.evaluation.run",
+    "evaluate": "vembed.evaluation.scores",
     "fsdp_empty_cache": "vembed.distributed.memory",
     "fsdp_print_memory_usage": "vembed.distributed.memory",
     "load_config": "vembed.config.loading",
     "merge": "vembed.weights.merge",
     "train": "vembed.training.run",
-    "unify_model_dtype_for_fsdp": "vembed.distributed.fsdp",
+    "unify_model_dtype_for_fsdp": "vembed.distributed.parameters",
 }
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.distributed import collectives, fsdp
+from vembed.distributed import collectives, parameters
 from vembed.distributed.session import start_session
-from vembed.models.embedder import EmbeddingModel, build_model
-from vembed.models.families import describe
+from vembed.families.decisions import describe
+from vembed.models.embedding_model import EmbeddingModel, build_model
 
 NUM_MICRO_BATCHES = 2
 
@@ -115,41 +115,43 @@ def sharded_step(
         built, featuriser = build(config, dtype=dtype, meta=session.builds_empty, edit=edit)
         was_meta = sum(one.is_meta for one in built.parameters())
         model = session.prepare(built, built.description.layer_classes)
-        summary = fsdp.log_parameter_summary(model)
+        summary = parameters.log_parameter_summary(model)
         forward_parts = [cast(parts_of(featuriser, session.rank, one), dtype) for one in range(NUM_MICRO_BATCHES)]
         if pattern == "cache":
             with torch.no_grad():
                 for parts in forward_parts:
                     model(parts)
-        fsdp.set_gradient_sync(model, False)
+        parameters.set_gradient_sync(model, False)
         kept = [model(parts) for parts in forward_parts] if pattern == "kept" else None
         for number, parts in enumerate(forward_parts):
             last = number == NUM_MICRO_BATCHES - 1
-            fsdp.set_gradient_sync(model, last or pattern == "each")
+            parameters.set_gradient_sync(model, last or pattern == "each")
             if pattern == "gathered":
-                fsdp.set_keep_gathered(model, not last)
+                parameters.set_keep_gathered(model, not last)
             outputs = kept[number] if kept is not None else model(parts)
             (share_of_loss(outputs) * session.world_size).backward()
         collectives.reset_collective_counts()
         if session.strategy == "ddp":
             collectives.all_reduce_gradients(model.parameters())
-        norm = float(fsdp.global_grad_norm(model))
+        norm = float(parameters.global_grad_norm(model))
         optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1.0, momentum=0.9)
         optimizer.step()
-        fsdp.clip_gradients(model.parameters(), 0.25)
-        clipped = float(fsdp.global_grad_norm(model))
+        parameters.clip_gradients(model.parameters(), 0.25)
+        clipped = float(parameters.global_grad_norm(model))
         return Result(
             norm=norm,
             clipped_norm=clipped,
-            weights=fsdp.full_state_dict(model),
+            weights=parameters.full_state_dict(model),
             summary=summary,
-            bytes=fsdp.local_bytes(model, optimizer),
+            bytes=parameters.local_bytes(model, optimizer),
             lines=lines,
             strategy=session.strategy,
             facts={
                 "was_meta": was_meta,
                 "dtypes": sorted({(str(one.dtype), one.requires_grad) for one in model.parameters()}),
-                "with_gradient": sorted(fsdp.plain_name(n) for n, p in model.named_parameters() if p.grad is not None),
+                "with_gradient": sorted(
+                    parameters.plain_name(n) for n, p in model.named_parameters() if p.grad is not None
+                ),
                 "kind": type(model).__name__,
             },
         )

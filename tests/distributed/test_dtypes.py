@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from tests.distributed.steps import Result, build, config_of, listen, parts_of, sharded_step, share_of_loss, whole_step
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
-from vembed.distributed import fsdp
+from vembed.distributed import parameters
 from vembed.distributed.session import start_session
-from vembed.distributed.units import layer_units
+from vembed.distributed.sharding import layer_units
 
 
 @pytest.fixture
@@ -29,14 +29,14 @@ def mixed() -> nn.Module:
 
 
 def test_uniform_dtype_is_said_in_the_documents_words_D36(lines: list[str]) -> None:
-    assert fsdp.unify_model_dtype_for_fsdp(nn.Linear(2, 2).to(torch.bfloat16)) == 0
+    assert parameters.unify_model_dtype_for_fsdp(nn.Linear(2, 2).to(torch.bfloat16)) == 0
     assert lines == ["FSDP dtype check: all parameters already in torch.bfloat16"]
 
 
 def test_masters_are_never_downcast_and_frozen_weights_stay_small_D29(lines: list[str]) -> None:
     model = mixed()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert fsdp.unify_model_dtype_for_fsdp(model) == 2
+    assert parameters.unify_model_dtype_for_fsdp(model) == 2
     assert lines == [
         "FSDP dtype check: converted 2 parameters (6 values) from torch.bfloat16 to torch.float32: "
         "head.weight, head.bias",
@@ -51,7 +51,7 @@ def test_masters_are_never_downcast_and_frozen_weights_stay_small_D29(lines: lis
 
 def test_fsdp1_needs_one_dtype_for_all_and_says_what_that_costs_D29(lines: list[str]) -> None:
     model = mixed()
-    assert fsdp.unify_model_dtype_for_fsdp(model, fsdp_version=1) == 4
+    assert parameters.unify_model_dtype_for_fsdp(model, fsdp_version=1) == 4
     assert {one.dtype for one in model.parameters()} == {torch.float32}
     assert lines[0].startswith(
         "FSDP dtype check: converted 4 parameters (26 values) from torch.bfloat16 to torch.float32: "
@@ -65,7 +65,7 @@ def test_fsdp1_needs_one_dtype_for_all_and_says_what_that_costs_D29(lines: list[
 
 def test_both_16_bit_dtypes_meet_in_float32() -> None:
     model = nn.ModuleList([nn.Linear(2, 2).to(torch.bfloat16), nn.Linear(2, 2).to(torch.float16)])
-    assert fsdp.unify_model_dtype_for_fsdp(model) == 4
+    assert parameters.unify_model_dtype_for_fsdp(model) == 4
     assert {one.dtype for one in model.parameters()} == {torch.float32}
 
 
@@ -73,7 +73,7 @@ def test_parameter_summary_has_the_documents_words_D37(lines: list[str]) -> None
     with torch.device("meta"):
         model = nn.Linear(4096, 2_000_000, bias=False)
     model.extra = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
-    assert fsdp.log_parameter_summary(model)["total"] == 8_192_000_000
+    assert parameters.log_parameter_summary(model)["total"] == 8_192_000_000
     assert lines == [
         "FSDP parameter summary:",
         "  Total: 8,192,000,000 (8.19B)",
@@ -139,7 +139,7 @@ def seen_in_bf16(folder: str, version: int) -> dict[str, Any]:
         (output,) = model(parts_of(featuriser, session.rank, 0))
         output.sum().backward()
         seen["output"] = str(output.dtype)
-        seen["masters"] = sorted({str(one.dtype) for one in fsdp.full_state_dict(model).values()})
+        seen["masters"] = sorted({str(one.dtype) for one in parameters.full_state_dict(model).values()})
         seen["gradients"] = sorted({str(one.grad.dtype) for one in model.parameters() if one.grad is not None})
     return seen
 
@@ -166,11 +166,11 @@ def norms_in_bf16(folder: str, options: dict[str, Any]) -> list[float]:
             parts = [parts_of(featuriser, session.rank, number) for number in range(2)]
             if dropped:
                 model(parts[0])
-                fsdp.forget_forward(model)
+                parameters.forget_forward(model)
             for number in range(2):
-                fsdp.set_gradient_sync(model, number == 1)
+                parameters.set_gradient_sync(model, number == 1)
                 (share_of_loss(model(parts[number])) * session.world_size).backward()
-            norms.append(float(fsdp.global_grad_norm(model)))
+            norms.append(float(parameters.global_grad_norm(model)))
             model.zero_grad(set_to_none=True)
     return norms
 
@@ -196,7 +196,7 @@ def prepared_weights(folder: str, efficient: bool) -> tuple[int, int, dict[str, 
         real = sum(one.numel() for one in model.parameters() if not one.is_meta)
         total = sum(one.numel() for one in model.parameters())
         model = session.prepare(model, model.description.layer_classes)
-        return real, total, fsdp.full_state_dict(model), session.builds_empty
+        return real, total, parameters.full_state_dict(model), session.builds_empty
 
 
 @pytest.mark.parametrize("efficient", [True, False])
@@ -225,11 +225,11 @@ def edited(folder: str, options: dict[str, Any], name: str) -> tuple[dict[str, T
     with start_session(config) as session:
         built, featuriser = build(config, dtype=torch.float64, meta=session.builds_empty)
         model = session.prepare(built, built.description.layer_classes)
-        fsdp.edit_weight(model, name, project_out)
+        parameters.edit_weight(model, name, project_out)
         with pytest.raises(KeyError, match="no parameter 'nowhere'"):
-            fsdp.edit_weight(model, "nowhere", project_out)
+            parameters.edit_weight(model, "nowhere", project_out)
         with torch.no_grad():
-            return fsdp.full_state_dict(model), model(parts_of(featuriser, 0, 0))[0]
+            return parameters.full_state_dict(model), model(parts_of(featuriser, 0, 0))[0]
 
 
 @pytest.mark.parametrize(

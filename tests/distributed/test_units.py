@@ -13,7 +13,7 @@ from torch import nn
 from tests.distributed.steps import config_of
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3_vl
 from vembed.config.fsdp import FsdpConfig
-from vembed.distributed.units import (
+from vembed.distributed.sharding import (
     choose_units,
     describe_units,
     embedding_units,
@@ -22,8 +22,8 @@ from vembed.distributed.units import (
     size_units,
 )
 from vembed.errors import UserError
-from vembed.models.embedder import EmbeddingModel, build_model
-from vembed.models.families import describe
+from vembed.families.decisions import describe
+from vembed.models.embedding_model import EmbeddingModel, build_model
 
 BERT_PATH = "transformers.models.bert.modeling_bert.BertLayer"
 

@@ -9,7 +9,7 @@ from PIL import Image
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
 from vembed import Embedder, UserError
 from vembed.data.examples import ImageRef, Item
-from vembed.evaluation.embedder import to_item
+from vembed.inference.embedder import to_item
 
 TEXTS = ["red cat", "the old house by the river " * 9, "", "bird", "red cat"]
 

@@ -10,9 +10,9 @@ from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.distributed.session import start_session
-from vembed.evaluation import encoding
-from vembed.evaluation.encoding import encode_items, first_dims
-from vembed.models.embedder import load_embedder
+from vembed.inference import encoding
+from vembed.inference.encoding import encode_items, first_dims
+from vembed.models.embedding_model import load_embedder
 
 WORDS = ("red", "green", "blue", "small", "large", "old", "new", "fast", "slow", "warm", "cold", "cat", "dog", "bird")
 

@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from vembed.evaluation import progress
-from vembed.evaluation.progress import ProgressReport, duration
+from vembed import progress
+from vembed.progress import ProgressReport, duration
 
 
 def console(terminal):

@@ -10,9 +10,9 @@ import yaml
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.evaluation.record import metric_name, read_run, short_name
-from vembed.evaluation.report import curves, write_report
-from vembed.evaluation.summary import RunSummary, collect_versions, read_summary
+from vembed.report.record import metric_name, read_run, short_name
+from vembed.report.report import curves, write_report
+from vembed.report.summary import RunSummary, collect_versions, read_summary
 
 VOID = {"meta", "br", "path", "use"}
 

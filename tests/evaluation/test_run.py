@@ -13,7 +13,7 @@ from vembed import Embedder, UserError, evaluate
 from vembed.config.schema import TrainConfig
 from vembed.distributed.session import start_session
 from vembed.evaluation.dataset import from_examples, open_eval_data
-from vembed.evaluation.run import deciding_metric, evaluate_model
+from vembed.evaluation.scores import deciding_metric, evaluate_model
 
 WORDS = ("red", "green", "blue", "small", "large", "old", "new", "fast", "slow", "warm", "cold", "cat", "dog", "bird")
 

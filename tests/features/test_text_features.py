@@ -18,7 +18,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
 from vembed.errors import UserError
-from vembed.models.families import describe
+from vembed.families.decisions import describe
 
 TEXTS = [*tiny.texts(6, seed=4, longest=30), "photo.jpg", "a/b/c", "Two\nlines  and   spaces", "z" * 400]
 MODELS: dict[str, Callable[..., Path]] = {

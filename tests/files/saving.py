@@ -16,11 +16,11 @@ from transformers.utils import is_torchvision_available
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
-from vembed.evaluation.encoding import encode_items, first_dims
-from vembed.models.card import Card
-from vembed.models.embedder import build_model, load_embedder
-from vembed.models.families import describe
-from vembed.models.files import save_model
+from vembed.families.decisions import describe
+from vembed.inference.encoding import encode_items, first_dims
+from vembed.models.embedding_model import build_model, load_embedder
+from vembed.saving.card import Card
+from vembed.saving.files import save_model
 
 
 def save(source: Path, directory: Path, *, card: Card | None = None, **options: Any) -> Path:

@@ -17,10 +17,10 @@ from tests.files.test_text_models import TEXTS, assert_same
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.evaluation.encoding import encode_items
-from vembed.models.embedder import EmbeddingModel, build_model
-from vembed.models.families import describe
-from vembed.models.files import save_model
+from vembed.families.decisions import describe
+from vembed.inference.encoding import encode_items
+from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.saving.files import save_model
 
 
 def tuned(source: Path, **options: Any) -> EmbeddingModel:

@@ -17,7 +17,7 @@ from tests import tiny
 from tests.files.saving import load_in_sentence_transformers, ours, save, without_torchvision
 from tests.files.test_text_models import assert_same
 from vembed.data.examples import ImageRef, Item
-from vembed.models.embedder import load_embedder
+from vembed.models.embedding_model import load_embedder
 
 TEXTS = ["a cat", "the dog and the house of the river over the mountain and under the bridge", "photo.jpg", "a/b.png"]
 TWO_TOWERS = (tiny.tiny_clip, tiny.tiny_siglip, tiny.tiny_siglip2)
@@ -157,9 +157,9 @@ def test_a_folder_of_sentence_transformers_keeps_its_chat_template(
 
 def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path: Path) -> None:
     from vembed.config.schema import TrainConfig
-    from vembed.models.embedder import build_model
-    from vembed.models.families import describe
-    from vembed.models.files import save_model
+    from vembed.families.decisions import describe
+    from vembed.models.embedding_model import build_model
+    from vembed.saving.files import save_model
 
     config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_siglip)), data_path="unused")
     model = build_model(config, describe(config))
@@ -192,9 +192,9 @@ def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(
 
 def test_a_frozen_tower_in_another_dtype_costs_no_digits(tmp_path: Path) -> None:
     from vembed.config.schema import TrainConfig
-    from vembed.models.embedder import build_model
-    from vembed.models.families import describe
-    from vembed.models.files import save_model
+    from vembed.families.decisions import describe
+    from vembed.models.embedding_model import build_model
+    from vembed.saving.files import save_model
 
     config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_clip)), data_path="unused")
     model = build_model(config, describe(config))

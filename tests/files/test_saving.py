@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from tests import tiny
 from tests.files.saving import load_in_sentence_transformers, ours, save
 from vembed.config.schema import TrainConfig
-from vembed.models import files
-from vembed.models.card import Card, render_card
-from vembed.models.embedder import build_model
-from vembed.models.families import describe
-from vembed.models.files import clean_name, replaced_folder, save_model
+from vembed.families.decisions import describe
+from vembed.models.embedding_model import build_model
+from vembed.saving import files
+from vembed.saving.card import Card, render_card
+from vembed.saving.files import clean_name, replaced_folder, save_model
 
 
 def test_the_layout_has_the_module_paths_that_versions_3_to_6_load(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from tests.distributed.steps import build, config_of
 from tests.files.saving import load_in_sentence_transformers, ours
 from tests.files.test_text_models import TEXTS, assert_same
 from tests.harness import run_ranks
-from vembed.distributed.fsdp import full_state_dict
+from vembed.distributed.parameters import full_state_dict
 from vembed.distributed.session import start_session
-from vembed.models.files import save_model
+from vembed.saving.files import save_model
 
 
 def save_sharded(source: str, directory: str, options: dict[str, Any]) -> str:

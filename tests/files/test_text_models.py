@@ -18,7 +18,7 @@ from tests.features.test_text_features import with_padding_on
 from tests.files.saving import load_in_sentence_transformers, ours, save
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
-from vembed.models.embedder import load_embedder
+from vembed.models.embedding_model import load_embedder
 
 TEXTS = [
     *tiny.texts(9, seed=1),
@@ -149,9 +149,9 @@ def test_similarity_and_prompts_reach_sentence_transformers(tmp_path: Path) -> N
 
 def test_weights_are_stored_in_the_dtype_asked_for(tmp_path: Path) -> None:
     from vembed.config.schema import TrainConfig
-    from vembed.models.embedder import build_model
-    from vembed.models.families import describe
-    from vembed.models.files import save_model
+    from vembed.families.decisions import describe
+    from vembed.models.embedding_model import build_model
+    from vembed.saving.files import save_model
 
     config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused", use_mrl=True, mrl_dims=[8])
     model = build_model(config, describe(config))

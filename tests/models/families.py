@@ -15,9 +15,9 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from tests import tiny
 from vembed.config.schema import TrainConfig
-from vembed.models.description import ModelDescription
-from vembed.models.embedder import EmbeddingModel, build_model
-from vembed.models.families import describe
+from vembed.families.decisions import describe
+from vembed.families.description import ModelDescription
+from vembed.models.embedding_model import EmbeddingModel, build_model
 
 TEXT_ENCODERS = [
     tiny.tiny_bert, tiny.tiny_distilbert, tiny.tiny_roberta, tiny.tiny_xlmr, tiny.tiny_mpnet, tiny.tiny_modernbert,

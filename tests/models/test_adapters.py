@@ -14,11 +14,11 @@ from transformers import AutoModel
 from tests import tiny
 from tests.models.families import COMPOSED, EVERY, built, config_for, loss_of, parts_for
 from vembed.errors import UserError
+from vembed.families.decisions import describe
+from vembed.families.description import DESCRIPTION_FILE
 from vembed.models.adapters import has_adapters, merged_state, name_pattern, save_adapter
 from vembed.models.building import empty_backbone
-from vembed.models.description import DESCRIPTION_FILE
-from vembed.models.embedder import EmbeddingModel, build_model, load_embedder
-from vembed.models.families import describe
+from vembed.models.embedding_model import EmbeddingModel, build_model, load_embedder
 from vembed.models.quantized import is_quantized
 
 ADAPTED_LAYERS = {  # linear layers inside the transformer layers, and the projections behind them

@@ -14,8 +14,8 @@ from tests.measure import gradient_errors
 from tests.models.families import COMPOSED, built, config_for, gradients_of, loss_of, parts_for, text_inputs
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.models.embedder import build_model, load_embedder
-from vembed.models.families import describe
+from vembed.families.decisions import describe
+from vembed.models.embedding_model import build_model, load_embedder
 from vembed.models.heads import principal_components
 
 

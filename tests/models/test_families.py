@@ -18,9 +18,9 @@ from tests.models.families import (
 )
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.models.description import DESCRIPTION_FILE, ModelDescription
-from vembed.models.families import describe
-from vembed.models.prompts import published_prompts
+from vembed.families.decisions import describe
+from vembed.families.description import DESCRIPTION_FILE, ModelDescription
+from vembed.families.facts import published_prompts
 
 FAMILY = {
     **dict.fromkeys(TEXT_ENCODERS, ("text_encoder", "mean")),

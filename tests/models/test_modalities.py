@@ -31,8 +31,8 @@ from tests.models.families import (
     text_inputs,
     vision_inputs,
 )
-from vembed.models.backbones import layers_of
-from vembed.models.families import describe
+from vembed.families.backbones import layers_of
+from vembed.families.decisions import describe
 
 NUM_LAYERS = {tiny.tiny_modernbert: 3, tiny.tiny_convnext: 3, **dict.fromkeys([*TWO_TOWERS, *VISION_LANGUAGE], 4)}
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 from tests import tiny
 from tests.models.families import Make, built, config_for, text_inputs
 from vembed.errors import UserError
+from vembed.families.backbones import read_config
 from vembed.models import cpu_kernels, packing
-from vembed.models.backbones import read_config
 
 PACKED = [
     tiny.tiny_bert, tiny.tiny_distilbert, tiny.tiny_roberta, tiny.tiny_xlmr, tiny.tiny_qwen3, tiny.tiny_qwen2,

@@ -25,10 +25,10 @@ from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.features import Featuriser
 from vembed.data.rank_batch import make_rank_batch
 from vembed.distributed.session import start_session
+from vembed.families.decisions import describe
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
-from vembed.models.embedder import EmbeddingModel, build_model
-from vembed.models.families import describe
+from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.training.budget import Budget
 from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep

@@ -8,8 +8,8 @@ import yaml
 
 from vembed import UserError
 from vembed.config.schema import TrainConfig
-from vembed.evaluation.record import Evaluation, RunRecord
-from vembed.evaluation.summary import RunSummary
+from vembed.report.record import Evaluation, RunRecord
+from vembed.report.summary import RunSummary
 from vembed.tools import demo
 from vembed.tools.demo import FULL, before_and_after, demo_model, demo_yaml, free_folder, run_demo
 from vembed.tools.demo_data import Pair, split_by_module, standard_library_pairs, write_pairs

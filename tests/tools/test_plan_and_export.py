@@ -15,8 +15,8 @@ from tests.training.test_run import settings
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config
 from vembed.errors import UserError
-from vembed.models.embedder import build_model
-from vembed.models.families import describe
+from vembed.families.decisions import describe
+from vembed.models.embedding_model import build_model
 from vembed.tools.export import run_export
 from vembed.tools.plan import measure, predict, run_plan
 

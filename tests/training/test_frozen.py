@@ -20,7 +20,7 @@ from vembed.data import feature_store
 from vembed.data.feature_store import FeatureStore
 from vembed.data.features import Features
 from vembed.errors import Stopped, UserError
-from vembed.models import embedder
+from vembed.models import embedding_model
 from vembed.training.interrupts import Interrupts
 
 NUM_ROWS = 16
@@ -50,18 +50,18 @@ def options(folder: Path, output: str, **more: Any) -> dict[str, Any]:
 def train(settings: dict[str, Any]) -> dict[str, Any]:
     """One run: its losses and gradient norms, and how many pictures passed the tower in it."""
     passed = []
-    original = embedder.tower_features
+    original = embedding_model.tower_features
 
     def counting(description: Any, backbone: Any, modality: str, inputs: Any) -> torch.Tensor:
         if modality == "image":
             passed.append(len(inputs["pixel_values"]))
         return original(description, backbone, modality, inputs)
 
-    embedder.tower_features = counting
+    embedding_model.tower_features = counting
     try:
         vembed.train(settings)
     finally:
-        embedder.tower_features = original
+        embedding_model.tower_features = original
     lines = [json.loads(line) for line in (Path(settings["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
     return {"losses": [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line], "passed": sum(passed)}
 

@@ -17,7 +17,7 @@ from tests.families.pictures import mixed_rows
 from tests.harness import run_ranks
 from tests.models.families import built, parts_for
 from tests.training.test_run import metrics
-from vembed.models import embedder, modalities
+from vembed.models import embedding_model, modalities
 from vembed.training.frozen import FrozenImages
 
 FAMILIES = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_vl, tiny.tiny_qwen2_5_vl]
@@ -41,7 +41,7 @@ def train(settings: dict[str, Any], keeps: bool = True) -> dict[str, Any]:
     gave."""
     passed: list[int] = []
     original = modalities.image_features, FrozenImages.keeps
-    forward = embedder.tower_features
+    forward = embedding_model.tower_features
 
     def seen(backbone: Any, inputs: Any) -> torch.Tensor:
         passed.append(len(inputs["image_grid_thw"]))
@@ -52,14 +52,14 @@ def train(settings: dict[str, Any], keeps: bool = True) -> dict[str, Any]:
             passed.append(len(inputs["image_grid_thw"]))
         return forward(description, backbone, modality, inputs)
 
-    embedder.image_features, embedder.tower_features = seen, counted
+    embedding_model.image_features, embedding_model.tower_features = seen, counted
     if not keeps:
         FrozenImages.keeps = lambda self, num_tokens: False  # type: ignore[method-assign]
     try:
         vembed.train(settings)
     finally:
-        embedder.image_features, FrozenImages.keeps = original  # type: ignore[method-assign]
-        embedder.tower_features = forward
+        embedding_model.image_features, FrozenImages.keeps = original  # type: ignore[method-assign]
+        embedding_model.tower_features = forward
     found = list(zip(metrics(settings["output_dir"]), metrics(settings["output_dir"], "grad_norm"), strict=True))
     return {"losses": found, "passed": sum(passed)}
 

@@ -16,7 +16,7 @@ from tests.training.test_run import metrics, settings
 from tests.training.tiny_run import config_for
 from vembed.config.fsdp import FsdpConfig
 from vembed.errors import RunError
-from vembed.models.embedder import EmbeddingModel
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.training.budget import find_budget
 from vembed.training.shortage import MemoryGuard
 

@@ -16,8 +16,8 @@ from PIL import Image
 from vembed.data.examples import ImageRef
 from vembed.data.images import load_image
 from vembed.errors import UserError
-from vembed.models.backbones import read_config
-from vembed.models.description import ModelDescription
+from vembed.families.backbones import read_config
+from vembed.families.description import ModelDescription
 from vembed.models.processors import load_image_processor
 
 Processed = dict[str, torch.Tensor]

@@ -19,8 +19,8 @@ from vembed.data.images import image_size
 from vembed.data.pixels import Pixels
 from vembed.data.prompts import ChatText
 from vembed.errors import UserError
-from vembed.models.backbones import read_config
-from vembed.models.description import ModelDescription
+from vembed.families.backbones import read_config
+from vembed.families.description import ModelDescription
 from vembed.models.processors import load_chat_template, load_tokenizer
 
 Encode = Callable[[Sequence[str]], list[list[int]]]

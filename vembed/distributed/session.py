@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from vembed.config.fsdp import FsdpConfig, resolve_fsdp
 from vembed.config.schema import TrainConfig
-from vembed.distributed import collectives, cpu_fsdp, sharding
+from vembed.distributed import collectives, sharding
 from vembed.distributed.devices import (
     Precision,
     choose_device,
@@ -352,7 +352,7 @@ def _make_accelerator(
     if on_cpu or rank_info.world_size == 1:
         os.environ["ACCELERATE_USE_FSDP"] = "false"
         accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")
-        cpu_fsdp.turn_on_fsdp(accelerator, plugin, device)
+        sharding.turn_on_fsdp(accelerator, plugin, device)
     else:
         accelerator = Accelerator(mixed_precision="no", fsdp_plugin=plugin)
     if fsdp.version == 2 and fsdp.sharding_strategy == "HYBRID_SHARD":

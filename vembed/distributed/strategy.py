@@ -13,8 +13,8 @@ from vembed.config.fsdp import FsdpConfig, chosen_strategy
 from vembed.config.schema import TrainConfig
 from vembed.distributed.environment import RankInfo
 from vembed.errors import UserError
-from vembed.models import backbones
-from vembed.models.sources import model_folder, read_sentence_transformers
+from vembed.families import backbones
+from vembed.families.model_files import model_folder, read_sentence_transformers
 
 Strategy = Literal["single", "ddp", "fsdp"]
 

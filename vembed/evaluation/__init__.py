@@ -1,1 +1,1 @@
-"""Inference and evaluation: encoding, retrieval metrics, reports."""
+"""Evaluation: data, full-corpus retrieval and similarity scores."""

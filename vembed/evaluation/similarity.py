@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vembed.evaluation.encoding import first_dims
+from vembed.inference.encoding import first_dims
 
 
 def similarity_metrics(

@@ -1,1 +1,1 @@
-"""Embedding models: description, backbones, pooling, heads, adapters and the saved model."""
+"""Embedding models: building from a description, and the forward pass."""

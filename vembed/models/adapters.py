@@ -15,10 +15,10 @@ from transformers.pytorch_utils import Conv1D
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.models.backbones import layers_of
-from vembed.models.description import Family
+from vembed.families.backbones import layers_of
+from vembed.families.description import Family
+from vembed.families.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
 from vembed.models.quantized import dequantized, is_quantized, quieten_bitsandbytes
-from vembed.models.sources import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
 from vembed.models.towers import names_frozen_by, towers_of
 from vembed.models.two_towers import TwoTowers
 

@@ -15,13 +15,14 @@ from transformers.pytorch_utils import Conv1D
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.models import backbones, cpu_kernels, packing, precision
+from vembed.families import backbones
+from vembed.families.decisions import has_mrl_projection
+from vembed.families.description import DESCRIPTION_FILE, ModelDescription
+from vembed.families.model_files import read_model
+from vembed.models import cpu_kernels, packing, precision
 from vembed.models.adapters import linear_names_inside_layers, merge_saved_adapter, wants_adapters
-from vembed.models.description import DESCRIPTION_FILE, ModelDescription
-from vembed.models.families import has_mrl_projection
 from vembed.models.heads import Dense, Head, load_dense, mrl_projection
 from vembed.models.quantized import arithmetic_dtype, four_bit, rounded_to_four_bits
-from vembed.models.sources import read_model
 from vembed.models.towers import frozen_towers, tower_module
 from vembed.models.two_towers import TwoTowers
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vembed.errors import UserError
-from vembed.models.sources import read_json
+from vembed.families.model_files import read_json
 
 IDENTITY = "torch.nn.modules.linear.Identity"
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from vembed.errors import UserError
+from vembed.families.backbones import layers_of
+from vembed.families.description import ModelDescription, Pooling
 from vembed.models import packing
-from vembed.models.backbones import layers_of
-from vembed.models.description import ModelDescription, Pooling
 from vembed.models.modalities import padding_mask
 from vembed.models.pooling import pool
 from vembed.models.towers import tower_module, towers_of

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from vembed.models.description import Modality, ModelDescription
+from vembed.families.description import Modality, ModelDescription
 from vembed.models.processors import load_image_processor
 from vembed.models.towers import tower_module, towers_of_modality
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vembed.families.backbones import is_decoder_only
+from vembed.families.description import ModelDescription
 from vembed.models import packing
-from vembed.models.backbones import is_decoder_only
-from vembed.models.description import ModelDescription
 from vembed.models.pooling import pool
 
 IMAGE_FEATURES = "image_features"

@@ -17,8 +17,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from vembed.config.schema import TrainConfig
+from vembed.families.backbones import is_decoder_only
 from vembed.models import cpu_kernels
-from vembed.models.backbones import is_decoder_only
 from vembed.models.precision import computes_in_half
 
 IMPLEMENTATION = "vembed_packed"

@@ -20,7 +20,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.models.description import ModelDescription
+from vembed.families.description import ModelDescription
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from tokenizers.normalizers import Sequence as NormalizerSequence
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from vembed.errors import UserError
-from vembed.models.description import IMAGE_TOWER_FOLDER, ModelDescription
-from vembed.models.sources import read_json
+from vembed.families.description import IMAGE_TOWER_FOLDER, ModelDescription
+from vembed.families.model_files import read_json
 
 PROCESSOR_FILES = (
     "processor_config.json",

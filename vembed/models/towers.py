@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from vembed.errors import UserError
-from vembed.models.backbones import is_never_used, layers_of
-from vembed.models.description import Family, Modality, Pooling
+from vembed.families.backbones import is_never_used, layers_of
+from vembed.families.description import Family, Modality, Pooling
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from vembed.errors import UserError
-from vembed.models.description import IMAGE_TOWER_FOLDER
+from vembed.families.description import IMAGE_TOWER_FOLDER
 
 PROJECTIONS_FILE = "projections.safetensors"
 """File with the weights of both projections, in the text tower's folder."""

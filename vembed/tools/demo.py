@@ -16,7 +16,7 @@ from rich.table import Table
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import load_config
 from vembed.errors import UserError
-from vembed.evaluation.record import RunRecord, metric_name, read_run
+from vembed.report.record import RunRecord, metric_name, read_run
 from vembed.tools.demo_data import split_by_module, standard_library_pairs, write_pairs
 from vembed.tools.train import run_train
 

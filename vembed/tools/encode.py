@@ -23,10 +23,10 @@ from vembed.distributed import collectives
 from vembed.distributed.session import Session, start_session
 from vembed.errors import UserError
 from vembed.evaluation.dataset import titled_text
-from vembed.evaluation.embedder import Embedder
-from vembed.evaluation.encoding import Progress, encode_items
-from vembed.evaluation.progress import ProgressReport, duration
-from vembed.models.description import Pooling
+from vembed.families.description import Pooling
+from vembed.inference.embedder import Embedder
+from vembed.inference.encoding import Progress, encode_items
+from vembed.progress import ProgressReport, duration
 from vembed.tools.table_rows import is_table, num_rows, table_rows
 from vembed.tools.vector_files import check_target, vector_writer
 

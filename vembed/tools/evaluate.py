@@ -14,8 +14,8 @@ from rich.table import Table
 from vembed.distributed.session import start_session
 from vembed.errors import UserError
 from vembed.evaluation.dataset import Task
-from vembed.evaluation.record import metric_name
-from vembed.evaluation.run import REPORTED_K, evaluate
+from vembed.evaluation.scores import REPORTED_K, evaluate
+from vembed.report.record import metric_name
 from vembed.tools.encode import session_config
 
 

@@ -17,7 +17,7 @@ def run_export(model: str, output: str, *, merge: bool = False) -> Path:
     target = Path(output)
     if target.exists():
         raise UserError(f"{target} exists already; give a new folder")
-    from vembed.models.sources import (
+    from vembed.families.model_files import (
         read_model,
     )  # imported late: torch takes seconds, and the check above needs none of it
 
@@ -27,8 +27,8 @@ def run_export(model: str, output: str, *, merge: bool = False) -> Path:
         return target
     if files.adapter is None:
         raise UserError(f"{model} holds whole weights and no adapter to merge; leave out --merge to copy it")
-    from vembed.models.embedder import load_embedder
-    from vembed.models.files import save_model
+    from vembed.models.embedding_model import load_embedder
+    from vembed.saving.files import save_model
 
     embedder = load_embedder(model)
     state = embedder.state_dict()

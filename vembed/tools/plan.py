@@ -17,11 +17,11 @@ from vembed.config.loading import resolve_config
 from vembed.config.schema import TrainConfig
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.strategy import memory_of_a_process
+from vembed.families.backbones import layers_of
+from vembed.families.decisions import describe
+from vembed.families.description import ModelDescription
 from vembed.models.adapters import wants_adapters
-from vembed.models.backbones import layers_of
-from vembed.models.description import ModelDescription
-from vembed.models.embedder import build_model
-from vembed.models.families import describe
+from vembed.models.embedding_model import build_model
 from vembed.tools.train import resolve_launch
 
 GIB = 2**30

@@ -15,7 +15,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.sources import open_examples
 from vembed.distributed.session import start_session
 from vembed.errors import UserError
-from vembed.evaluation.embedder import Embedder
+from vembed.inference.embedder import Embedder
 from vembed.tools.encode import session_config
 
 CHUNK = 16_384

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
 from vembed.config.schema import TrainConfig
-from vembed.distributed import collectives, fsdp, memory
+from vembed.distributed import collectives, memory, parameters
 from vembed.distributed.environment import read_rank_info
 from vembed.distributed.session import Session, start_session
-from vembed.models.description import ModelDescription
-from vembed.models.embedder import EmbeddingModel
+from vembed.families.description import ModelDescription
+from vembed.models.embedding_model import EmbeddingModel
 
 TIMEOUT_MINUTES = 0.5
 TOLERANCE = 1e-4
@@ -56,7 +56,7 @@ def _run(session: Session, path: Path) -> None:
     with check("shard", rank) as found:
         whole = small_model().to(session.device)
         model = session.prepare(small_model(), (LAYER,))
-        held = fsdp.local_bytes(model)["parameters"] / fsdp.local_bytes(whole)["parameters"]
+        held = parameters.local_bytes(model)["parameters"] / parameters.local_bytes(whole)["parameters"]
         if held > 1.1 / world_size:
             raise RuntimeError(f"this process holds {held:.0%} of the model, which should be 1/{world_size}")
         found.append(f"* Model loaded successfully with FSDP ({held:.0%} of it on each process)")
@@ -71,7 +71,7 @@ def _run(session: Session, path: Path) -> None:
             collectives.all_reduce_gradients(model.parameters())
         for other in range(world_size):
             whole(_inputs(other, session.device))[0].square().sum().backward()
-        ours, theirs = fsdp.global_grad_norm(model), fsdp.global_grad_norm(whole)
+        ours, theirs = parameters.global_grad_norm(model), parameters.global_grad_norm(whole)
         _compare(ours, theirs, "gradient norms")
         found.append(f"* backward: gradient norm {float(ours):.4f} equals that of one process on all inputs")
     with check("step", rank) as found:
@@ -79,7 +79,7 @@ def _run(session: Session, path: Path) -> None:
             torch.optim.AdamW(one.parameters(), lr=1e-3).step()
         found.append("* step: AdamW on shards")
     with check("gather", rank) as found:
-        state = fsdp.full_state_dict(model)
+        state = parameters.full_state_dict(model)
         if rank == 0:
             for name, value in whole.state_dict().items():
                 _compare(state[name], value.cpu(), name)
@@ -101,8 +101,8 @@ def _run(session: Session, path: Path) -> None:
         collectives.barrier()
         found.append("* load: the saved weights give the same embeddings in one process")
     with check("weight edit", rank) as found:
-        fsdp.edit_weight(model, EDITED, _project_out)
-        edited = fsdp.full_state_dict(model)
+        parameters.edit_weight(model, EDITED, _project_out)
+        edited = parameters.full_state_dict(model)
         if rank == 0:
             _compare(edited[EDITED], _project_out(state[EDITED]), EDITED)
         collectives.barrier()

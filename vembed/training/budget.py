@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Features, Featuriser
 from vembed.distributed import collectives
-from vembed.distributed.fsdp import forget_forward, reshard, set_keep_gathered
+from vembed.distributed.parameters import forget_forward, reshard, set_keep_gathered
 from vembed.distributed.session import Session
-from vembed.models.description import Modality
+from vembed.families.description import Modality
 
 log = logging.getLogger("vembed")
 

@@ -10,7 +10,7 @@ from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
 from vembed.distributed.memory import memory_snapshot
 from vembed.distributed.session import Session
-from vembed.evaluation.progress import duration
+from vembed.progress import duration
 from vembed.training.step import BatchResult
 from vembed.training.timing import PhaseTimer
 

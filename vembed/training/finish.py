@@ -12,17 +12,17 @@ from torch import nn
 
 from vembed.config.schema import TrainConfig
 from vembed.data.sources import ExampleStore
-from vembed.distributed.fsdp import full_state_dict, num_parameters
+from vembed.distributed.parameters import full_state_dict, num_parameters
 from vembed.distributed.session import Session
 from vembed.errors import RunError
 from vembed.evaluation.dataset import EvalData
-from vembed.evaluation.run import deciding_metric
-from vembed.evaluation.summary import RunSummary, collect_versions
+from vembed.evaluation.scores import deciding_metric
 from vembed.losses.batch import EmbeddingLoss
-from vembed.models.card import Card
-from vembed.models.embedder import EmbeddingModel
-from vembed.models.files import save_model
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.precision import saved_dtype
+from vembed.report.summary import RunSummary, collect_versions
+from vembed.saving.card import Card
+from vembed.saving.files import save_model
 from vembed.training.integrity import list_checkpoints
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _save(
             if state.num_skipped
             else [],
         ).save(output)
-        from vembed.evaluation.report import write_report  # imports matplotlib, so it is not done before the first step
+        from vembed.report.report import write_report  # imports matplotlib, so it is not done before the first step
 
         write_report(output)
         log.info("model: %s", directory)

@@ -22,9 +22,9 @@ from vembed.data.feeding import Feeder, MicroBatch, ModalitySlice, ModelInputs
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.evaluation.encoding import Between, split_in_step
-from vembed.models.description import Modality
-from vembed.models.embedder import FEATURES, EmbeddingModel
+from vembed.families.description import Modality
+from vembed.inference.encoding import Between, split_in_step
+from vembed.models.embedding_model import FEATURES, EmbeddingModel
 from vembed.models.identity import tower_identity
 from vembed.models.modalities import IMAGE_FEATURES
 

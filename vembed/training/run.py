@@ -22,17 +22,17 @@ from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
 from vembed.data.rank_batch import RankBatch, RankBatchStream
 from vembed.data.sources import open_examples
-from vembed.distributed.fsdp import log_parameter_summary
 from vembed.distributed.memory import fsdp_print_memory_usage
+from vembed.distributed.parameters import log_parameter_summary
 from vembed.distributed.session import Session, start_session
 from vembed.errors import Stopped
 from vembed.evaluation.dataset import open_eval_data
-from vembed.evaluation.progress import duration
-from vembed.evaluation.record import scores_line
-from vembed.evaluation.run import deciding_metric, evaluate_model
+from vembed.evaluation.scores import deciding_metric, evaluate_model
+from vembed.families.decisions import describe
 from vembed.losses.build import build_loss
-from vembed.models.embedder import build_model
-from vembed.models.families import describe
+from vembed.models.embedding_model import build_model
+from vembed.progress import duration
+from vembed.report.record import scores_line
 from vembed.training.budget import find_budget
 from vembed.training.checkpoint import Checkpointer
 from vembed.training.diagnostics import Window, log_line

@@ -18,10 +18,10 @@ from vembed.data.sources import ExampleStore
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.evaluation.encoding import encode_items
+from vembed.families.description import ModelDescription
+from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
-from vembed.models.description import ModelDescription
-from vembed.models.embedder import EmbeddingModel
+from vembed.models.embedding_model import EmbeddingModel
 
 log = logging.getLogger("vembed")
 

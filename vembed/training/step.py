@@ -25,10 +25,10 @@ from vembed.data.feeding import Feeder, MicroBatch, ModelInputs, row_index, to_d
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
 from vembed.distributed.devices import matmul_precision
-from vembed.distributed.fsdp import reshard, set_gradient_sync, set_keep_gathered
+from vembed.distributed.parameters import reshard, set_gradient_sync, set_keep_gathered
 from vembed.distributed.session import Session
+from vembed.families.description import Modality
 from vembed.losses.batch import EmbeddingLoss, LossBatch
-from vembed.models.description import Modality
 from vembed.training.budget import Budget
 from vembed.training.frozen import CachedRows, FrozenImages, FrozenTowers, Stores
 from vembed.training.shortage import MemoryGuard, OutOfMemory

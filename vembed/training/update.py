@@ -11,7 +11,7 @@ from torch import nn
 
 from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives
-from vembed.distributed.fsdp import clip_gradients, global_grad_norm
+from vembed.distributed.parameters import clip_gradients, global_grad_norm
 from vembed.distributed.session import Session
 from vembed.losses.batch import EmbeddingLoss
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from torch import nn
 
 from vembed.config.schema import TrainConfig
-from vembed.distributed.fsdp import full_state_dict
+from vembed.distributed.parameters import full_state_dict
 from vembed.distributed.session import Session
 from vembed.losses.batch import EmbeddingLoss
-from vembed.models.embedder import EmbeddingModel
-from vembed.models.files import save_model
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.precision import saved_dtype
+from vembed.saving.files import save_model
 
 log = logging.getLogger("vembed")
 

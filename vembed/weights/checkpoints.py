@@ -11,14 +11,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from vembed.config.schema import TrainConfig
-from vembed.distributed.fsdp import full_state_dict
+from vembed.distributed.parameters import full_state_dict
 from vembed.errors import UserError
+from vembed.families.decisions import describe
+from vembed.families.model_files import read_model
 from vembed.losses.build import build_loss
-from vembed.models.embedder import build_model, load_embedder
-from vembed.models.families import describe
-from vembed.models.files import save_model
+from vembed.models.embedding_model import build_model, load_embedder
 from vembed.models.precision import saved_dtype
-from vembed.models.sources import read_model
+from vembed.saving.files import save_model
 from vembed.training import integrity
 from vembed.training.checkpoint import read_state
 from vembed.training.state import quieten_torch, restore

@@ -15,11 +15,11 @@ import torch
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.models.layout import write_json
+from vembed.saving.layout import write_json
 from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_model
+from vembed.weights.inputs import default_base, open_source
 from vembed.weights.merging import Merge
 from vembed.weights.methods import METHODS, OF_DIFFERENCES, Method, Recipe
-from vembed.weights.sources import default_base, open_source
 from vembed.weights.trials import Judge, Trial, at_point, greedy_soup, sweep
 
 log = logging.getLogger("vembed")
@@ -194,7 +194,7 @@ def _scratch(target: Path, *, is_main: bool) -> Iterator[Path]:
 
 
 def _draw(target: Path, trials: Sequence[Trial], metric: str, names: Sequence[str], base: str | None) -> None:
-    from vembed.evaluation.record import metric_name  # late: matplotlib takes a second
+    from vembed.report.record import metric_name  # late: matplotlib takes a second
     from vembed.weights.drawing import draw_line
 
     ends = (names[0], names[1]) if len(names) == 2 else (base or "base", names[0])

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from vembed.models.backbones import file_dtype, read_config
-from vembed.models.files import ADAPTER_FOLDER, replaced_folder
-from vembed.models.layout import write_json
-from vembed.models.sources import read_json
+from vembed.families.backbones import file_dtype, read_config
+from vembed.families.model_files import read_json
+from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
+from vembed.saving.layout import write_json
+from vembed.weights.inputs import Source, check_pooling, check_tokenizers, matched
 from vembed.weights.methods import Read, Recipe, merged_pieces
-from vembed.weights.sources import Source, check_pooling, check_tokenizers, matched
 from vembed.weights.tensor_files import TensorEntry, TensorReader, TensorWriter
 
 log = logging.getLogger("vembed")

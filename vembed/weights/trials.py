@@ -12,7 +12,7 @@ from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.dataset import RetrievalData, open_eval_data
-from vembed.evaluation.run import evaluate
+from vembed.evaluation.scores import evaluate
 from vembed.weights.methods import Recipe
 
 log = logging.getLogger("vembed")

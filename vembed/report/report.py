@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from vembed.evaluation.plots import Curve, curve_svg, dims_svg, evaluations_svg
-from vembed.evaluation.progress import duration
-from vembed.evaluation.record import TABLE, RunRecord, Table, metric_name, read_run, short_name
-from vembed.evaluation.report_page import Figure, Page, render
+from vembed.progress import duration
+from vembed.report.page import Figure, Page, render
+from vembed.report.plots import Curve, curve_svg, dims_svg, evaluations_svg
+from vembed.report.record import TABLE, RunRecord, Table, metric_name, read_run, short_name
 
 MAX_POINTS = 600
 """Largest number of points per curve. More make the page larger without being visible."""

@@ -16,11 +16,11 @@ from vembed.data.examples import ImageRef, Item, Kind
 from vembed.data.features import Featuriser
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.evaluation.encoding import default_budget, encode_items, first_dims
-from vembed.evaluation.progress import ProgressReport
-from vembed.models.description import Pooling
-from vembed.models.embedder import load_embedder
+from vembed.families.description import Pooling
+from vembed.inference.encoding import default_budget, encode_items, first_dims
+from vembed.models.embedding_model import load_embedder
 from vembed.models.hidden_states import HiddenStates
+from vembed.progress import ProgressReport
 
 Input = str | Image.Image | Mapping[str, Any] | Item
 """A text, an image, {"text": ..., "image": path, image or a list of them}, or an Item."""

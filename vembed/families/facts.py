@@ -1,13 +1,19 @@
-"""Text settings of a model: prompts, maximum length and padding side."""
+"""Facts about a model while its description is built, with its text settings: prompts, maximum length, padding side."""
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
+from transformers import PretrainedConfig
+
+from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.models.description import DESCRIPTION_FILE, Family
-from vembed.models.facts import Facts, is_causal
-from vembed.models.prompts import published_prompts
+from vembed.families import backbones
+from vembed.families.description import DESCRIPTION_FILE, Family, ModelDescription
+from vembed.families.model_files import SentenceTransformersFiles, read_json, read_model
 
 LONGEST_BY_DEFAULT = 512
 LONGEST_BY_DEFAULT_WITH_IMAGES = 8192
@@ -16,6 +22,77 @@ _OFFSET_POSITIONS = frozenset(
     {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "roberta-prelayernorm"}
 )
 """Model types whose positions start after the padding token's id, which leaves fewer for the text."""
+_BGE_ZH = (
+    "\u4e3a\u8fd9\u4e2a\u53e5\u5b50\u751f\u6210\u8868\u793a\u4ee5\u7528\u4e8e\u68c0\u7d22\u76f8\u5173\u6587\u7ae0\uff1a"
+)
+_WEB_SEARCH = "Instruct: Given a web search query, retrieve relevant passages that answer the query\n"
+
+PUBLISHED: tuple[tuple[str, str, str, str], ...] = (
+    ("multilingual-e5-large-instruct", _WEB_SEARCH + "Query: ", "", "instruction-tuned E5"),
+    ("e5-mistral-7b-instruct", _WEB_SEARCH + "Query: ", "", "instruction-tuned E5"),
+    (r"(multilingual-)?e5-(small|base|large)(-v2|-unsupervised)?", "query: ", "passage: ", "E5"),
+    (r"bge-(small|base|large)-en(-v1\.5)?", "Represent this sentence for searching relevant passages: ", "", "BGE"),
+    (r"bge-(small|base|large)-zh(-v1\.5)?", _BGE_ZH, "", "BGE"),
+    (r"nomic-embed-text-v1(\.5)?", "search_query: ", "search_document: ", "Nomic"),
+    (r"qwen3-embedding-(0\.6b|4b|8b)", _WEB_SEARCH + "Query:", "", "Qwen3-Embedding"),
+    (r"qwen3-vl-embedding-(2b|8b)", "Represent the user's input.", "Represent the user's input.", "Qwen3-VL-Embedding"),
+)
+"""Pattern of the name's last part (lower case), query prompt, document prompt, model series."""
+
+
+@dataclass
+class Facts:
+    """Facts about one model while its description is built."""
+
+    config: TrainConfig
+    files: SentenceTransformersFiles | None
+    saved: ModelDescription | None
+    backbone: Path
+    adapter: Path | None
+    model_config: PretrainedConfig
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def model_type(self) -> str:
+        """Transformers' name for the architecture."""
+        return str(self.model_config.model_type)
+
+    def of_saved(self, name: str) -> Any:
+        """Return a value of the description saved with the model; None without a saved description."""
+        return None if self.saved is None else self.saved.to_dict()[name]
+
+    def of_tokenizer(self, name: str) -> Any:
+        """Return a setting of the tokenizer; None if it is not set."""
+        return (read_json(self.backbone / "tokenizer_config.json") or {}).get(name)
+
+
+def gather(config: TrainConfig) -> Facts:
+    """Locate the model's files and read the small ones."""
+    found = read_model(config.model_name, config.model_revision)
+    saved = read_json(found.folder / DESCRIPTION_FILE)
+    if found.adapter is not None and config.use_qlora:
+        raise UserError(
+            f"use_qlora: {config.model_name} is an adapter without the weights below it; "
+            "merge it first with `vembed export --merge`, and train the result"
+        )
+    return Facts(
+        config=config,
+        files=found.sentence_transformers,
+        saved=None if saved is None else ModelDescription.from_dict(saved, found.folder),
+        backbone=found.backbone,
+        adapter=found.adapter,
+        model_config=backbones.read_config(found.backbone, trust_remote_code=config.trust_remote_code),
+    )
+
+
+def is_causal(facts: Facts, family: Family) -> bool:
+    """Return True if attention is causal by default, before the option bidirectional_attention is applied."""
+    return family in ("text_decoder", "vision_language") or (
+        family == "composed" and backbones.is_decoder_only(facts.model_config)
+    )
+
+
+# ---- text settings ---------------------------------------------------------------------------------------------
 
 
 def prompts(facts: Facts) -> tuple[str, str]:
@@ -101,3 +178,12 @@ def padding_side(facts: Facts, family: Family) -> Literal["left", "right"]:
         return "left"
     facts.reasons["padding_side"] = "its positions count from the first token, although the tokenizer pads on the left"
     return "right"
+
+
+def published_prompts(name: str) -> tuple[str, str, str] | None:
+    """Return query prompt, document prompt and reason for a model known by name; otherwise None."""
+    last = name.rstrip("/").rsplit("/", 1)[-1].lower()
+    for pattern, query, document, what in PUBLISHED:
+        if re.fullmatch(pattern, last):
+            return query, document, f"{what} models were trained with it; recognised by the name {last}"
+    return None

@@ -10,10 +10,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vembed.models.description import ModelDescription, Pooling
+from vembed.families.description import ModelDescription, Pooling
+from vembed.families.model_files import read_json
 from vembed.models.heads import Dense, Head
 from vembed.models.processors import ChatTemplate
-from vembed.models.sources import read_json
 
 POOLING_FLAGS: dict[Pooling, str] = {
     "cls": "pooling_mode_cls_token",

@@ -12,7 +12,7 @@ import yaml
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.evaluation.summary import RunSummary, read_summary
+from vembed.report.summary import RunSummary, read_summary
 
 NAMES = {"ndcg": "nDCG", "mrr": "MRR", "recall": "Recall", "map": "MAP", "spearman": "Spearman", "pearson": "Pearson"}
 HEADLINES = ("ndcg@10", "spearman")

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from vembed.families.backbones import quiet_transformers, read_config
+from vembed.families.description import DESCRIPTION_FILE, Family, ModelDescription
 from vembed.models.adapters import has_adapters, merged_state, save_adapter
-from vembed.models.backbones import quiet_transformers, read_config
 from vembed.models.building import empty_backbone
-from vembed.models.card import Card, render_card
-from vembed.models.description import DESCRIPTION_FILE, Family, ModelDescription
 from vembed.models.heads import Head
-from vembed.models.layout import write_json, write_layout
 from vembed.models.processors import load_chat_template, load_tokenizer, save_processors
+from vembed.saving.card import Card, render_card
+from vembed.saving.layout import write_json, write_layout
 
 log = logging.getLogger(__name__)
 

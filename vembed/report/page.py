@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from vembed import __version__
-from vembed.evaluation.record import Table
+from vembed.report.record import Table
 
 
 @dataclass(frozen=True)

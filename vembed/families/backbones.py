@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from vembed.errors import UserError
-from vembed.models.description import Family, Pooling
+from vembed.families.description import Family, Pooling
 
 log = logging.getLogger(__name__)
 

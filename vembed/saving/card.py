@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from vembed.models.description import ModelDescription
+from vembed.families.description import ModelDescription
 
 _SECRET_NAME = re.compile(r"token|secret|password|passwd|credential|api_?key|auth", re.IGNORECASE)
 _SECRET_VALUE = re.compile(

@@ -8,11 +8,10 @@ from typing import Literal, cast, get_args
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.models import backbones
-from vembed.models.description import DESCRIPTION_FILE, Family, Modality, ModelDescription, Pooling
-from vembed.models.facts import Facts, gather, is_causal
-from vembed.models.sources import model_folder, read_json
-from vembed.models.text_settings import max_length, padding_side, prompts
+from vembed.families import backbones
+from vembed.families.description import DESCRIPTION_FILE, Family, Modality, ModelDescription, Pooling
+from vembed.families.facts import Facts, gather, is_causal, max_length, padding_side, prompts
+from vembed.families.model_files import model_folder, read_json
 
 CLIP_TYPES = frozenset({"clip", "metaclip_2"})
 SIGLIP_TYPES = frozenset({"siglip", "siglip2"})

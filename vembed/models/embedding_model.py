@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.models import backbones, cpu_kernels, packing, precision
+from vembed.families import backbones
+from vembed.families.decisions import describe
+from vembed.families.description import Modality, ModelDescription
+from vembed.models import cpu_kernels, packing, precision
 from vembed.models.adapters import add_adapters, wants_adapters
 from vembed.models.building import build_backbone, build_head, cast_frozen_towers, scale_and_bias
-from vembed.models.description import Modality, ModelDescription
-from vembed.models.families import describe
 from vembed.models.heads import Dense, Head, principal_components
 from vembed.models.modalities import (
     image_features,

@@ -16,11 +16,11 @@ from vembed.data.features import Featuriser
 from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, Task, open_eval_data
-from vembed.evaluation.embedder import Embedder
-from vembed.evaluation.encoding import Between, KeptFeatures, default_budget, encode_items
-from vembed.evaluation.progress import ProgressReport
 from vembed.evaluation.retrieval import retrieval_metrics
 from vembed.evaluation.similarity import similarity_metrics
+from vembed.inference.embedder import Embedder
+from vembed.inference.encoding import Between, KeptFeatures, default_budget, encode_items
+from vembed.progress import ProgressReport
 
 REPORTED_K = 10
 """Cut-off of tables, reports and `eval_metric: auto`. Always computed, whatever `eval_ks` says."""

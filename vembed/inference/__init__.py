@@ -1,0 +1,1 @@
+"""Inference: encoding of items outside a training step, and the Embedder for users."""

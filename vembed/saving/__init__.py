@@ -1,0 +1,1 @@
+"""Saved models: the Sentence Transformers layout and the model card."""
