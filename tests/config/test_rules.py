@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tests.config.conftest import WriteConfig
 from vembed.config import rules
 from vembed.config.loading import load_config, resolve_config
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import LossName, TrainConfig
 from vembed.errors import UserError
 
 
@@ -52,6 +52,16 @@ def config(**values: Any) -> TrainConfig:
         ("learn_temperature: true\ntemperature: 2", "temperature: 2 is where a learned temperature starts"),
         ("loss: sigmoid\ntemperature: 0.001", "it is kept from 0.005 to 1: start inside"),
         ("output_dir: ''", "output_dir is empty"),
+        ("loss: kl", "loss: kl follows a teacher, and the config names none"),
+        ("losses: [{loss: infonce}]\nloss: infonce", "losses and loss: infonce are two ways to say one thing"),
+        ("losses: []", "losses is an empty list"),
+        ("loss: relational\nteacher: scores", "loss: relational needs vectors, and teacher: scores has"),
+        ("loss: kl\nteacher: scores\ndistill_candidates: batch", "loss: kl with distill_candidates: batch needs vec"),
+        ("guide: scores", "guide: scores cannot score pairs that nobody listed"),
+        ("teachers: [a, {model: b, name: a}]", "teachers: a is named twice"),
+        ("teachers: [{model: b, name: scores}]", "the name 'scores' stands for scores in the data"),
+        ("mix_negatives: 2\nnegatives_from: own_rank", "negatives_from: own_rank leaves them out"),
+        ("losses: [{loss: infonce, learn_temperature: true, temperature: 2}]", "temperature: 2 is where a learned"),
     ],
 )
 def test_rule_B06(write_config: WriteConfig, text: str, sentence: str) -> None:
@@ -88,6 +98,13 @@ def test_global_batch_that_cannot_be_divided_E26() -> None:
         ({"loss": "cosine", "bidirectional": True}, "bidirectional: true has no effect with loss: cosine"),
         ({"loss": "sigmoid", "bidirectional": True}, "bidirectional: true has no effect with loss: sigmoid"),
         ({"triplet_margin": 0.5}, "triplet_margin: 0.5 has no effect with loss: infonce"),
+        ({"loss": "cosent", "guide": "g"}, "guide: g has no effect with loss: cosent"),
+        ({"guide_margin": 0.1}, "guide_margin: 0.1 has no effect without guide"),
+        (
+            {"losses": [{"loss": "infonce"}, {"loss": "spread_out", "hardness_alpha": 2.0}]},
+            "losses, entry 2: hardness_alpha: 2.0 has no effect with loss: spread_out",
+        ),
+        ({"losses": [{"loss": "cosine"}], "temperature": 0.1}, "temperature: 0.1 has no effect with losses: cosine"),
         ({"lora_r": 8}, "lora_r: 8 has no effect without use_lora"),
         ({"mrl_dims": [8]}, "mrl_dims: [8] has no effect without use_mrl"),
         ({"eval_steps": 5}, "eval_steps: 5 has no effect without val_data_path"),
@@ -116,8 +133,6 @@ def test_defaults_cause_no_remark() -> None:
 
 
 def test_tables_name_options() -> None:
-    names = {
-        name for table in (rules.NEEDED_BY, rules.WITHOUT_EFFECT_UNDER_LOSS) for row in table.values() for name in row
-    }
+    names = {name for table in (rules.NEEDED_BY, rules.READS) for row in table.values() for name in row}
     assert names | set(rules.NEEDED_BY) <= set(TrainConfig.model_fields)
-    assert set(rules.WITHOUT_EFFECT_UNDER_LOSS) == {"infonce", "cosent", "cosine", "triplet", "sigmoid"}
+    assert set(rules.READS) == set(get_args(LossName))

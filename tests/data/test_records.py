@@ -300,14 +300,14 @@ def test_at_most_so_many_negatives_but_all_are_checked() -> None:
 
 def test_what_a_loss_needs() -> None:
     with pytest.raises(BadRecord, match="no score, which loss: cosent needs"):
-        read({"query": "q", "positive": "p"}, loss="cosent")
+        read({"query": "q", "positive": "p"}, losses=("cosent",))
     with pytest.raises(BadRecord, match="no negative, which loss: triplet needs"):
-        read({"query": "q", "positive": "p"}, loss="triplet")
+        read({"query": "q", "positive": "p"}, losses=("triplet",))
     with pytest.raises(BadRecord, match=r"scored sentence pair.*loss: infonce.*cosent"):
-        read({"sentence1": "q", "sentence2": "p", "score": 0.1}, loss="infonce")
-    read({"query": "q", "positive": "p", "score": 0.1}, loss="infonce")
-    read({"sentence1": "q", "sentence2": "p"}, loss="infonce")
-    read({"sentence1": "q", "sentence2": "p", "score": 0.1}, loss="cosine")
+        read({"sentence1": "q", "sentence2": "p", "score": 0.1}, losses=("infonce",))
+    read({"query": "q", "positive": "p", "score": 0.1}, losses=("infonce",))
+    read({"sentence1": "q", "sentence2": "p"}, losses=("infonce",))
+    read({"sentence1": "q", "sentence2": "p", "score": 0.1}, losses=("cosine",))
 
 
 def test_cells_of_a_table_are_text() -> None:

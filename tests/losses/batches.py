@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.losses.reference import reference_loss
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import READS, loss_terms
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
+from vembed.losses.targets import TeacherScores, TeacherVectors, Teaching
+
+TEACHER_DIM = 7
+SIZES: dict[str, Any] = {"embedding_dim": 12, "teacher_dims": {"vectors": TEACHER_DIM}}
 
 
 def config_of(**options: object) -> TrainConfig:
@@ -54,7 +61,8 @@ def make_batch(
     embeddings = torch.randn(used.numel(), dim, generator=draw, dtype=torch.float64)
     place = torch.argsort(shuffled)[place]
     num_rows = len(query)
-    return LossBatch(
+    negative_scores = (torch.randint(-4, 5, (len(negative),), generator=draw) / 4).to(torch.float64)
+    batch = LossBatch(
         embeddings=(embeddings + 0.5).to(dtype).requires_grad_(),
         content=content[shuffled],
         query=place[:num_rows],
@@ -65,7 +73,26 @@ def make_batch(
         scores=(torch.randint(-4, 5, (num_rows,), generator=draw) / 4).to(torch.float64),
         own_rows=slice(None),
         own_negatives=slice(None),
+        negative_scores=negative_scores,
+        number=seed,
     )
+    return replace(batch, teachers=teachers_of(batch, draw))
+
+
+def teachers_of(batch: LossBatch, draw: torch.Generator) -> dict[str, Teaching]:
+    """`vectors`: one for each embedding, in another order; one of them is unknown. `scores`: one for each pair."""
+    num = batch.embeddings.shape[0]
+    place = torch.randperm(num, generator=draw)
+    vectors = torch.randn(num, TEACHER_DIM, generator=draw, dtype=torch.float64) + 0.3
+    vectors = torch.nn.functional.normalize(vectors, dim=1)
+    vectors[place[0]] = 0.0
+    return {
+        "vectors": TeacherVectors(vectors, place[batch.query], place[batch.positive], place[batch.negative]),
+        "reranker": TeacherScores(
+            torch.randn(batch.num_rows, generator=draw, dtype=torch.float64),
+            torch.randn(batch.negative.numel(), generator=draw, dtype=torch.float64),
+        ),
+    }
 
 
 def gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
@@ -90,10 +117,29 @@ def term_sizes(batch: LossBatch, config: TrainConfig, loss: EmbeddingLoss) -> di
     Every score enters the loss as scale * score, the positive's and the candidates' with opposite signs. The derivative
     of a dot product is the other vector; that of a cosine is at most one over the embedding's norm.
     """
-    parameters = {name: float(one.detach()) for name, one in loss.named_parameters()}
-    scale, bias = loss.scale_and_bias() or (1.0 / config.temperature, -10.0)
-    if config.loss in ("cosine", "triplet"):
-        scale = 1.0
+    parameters = {name: one.detach() for name, one in loss.named_parameters()}
+    sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
+    for number, (weight, term) in enumerate(loss_terms(config)):
+        prefix = "" if config.losses is None else f"terms.{number}."
+        own = {name: value for name, value in parameters.items() if name.startswith(prefix)}
+        for name, size in _sizes_of_a_term(batch, term, {name.removeprefix(prefix): own[name] for name in own}).items():
+            sizes[name if name in ("loss", "embeddings") else prefix + name] += weight * size
+    return sizes
+
+
+def _sizes_of_a_term(batch: LossBatch, config: TrainConfig, parameters: dict[str, Tensor]) -> dict[str, float]:
+    scale = 1.0 / config.temperature
+    if "temperature" in parameters:
+        scale = 1.0 / float(parameters["temperature"])
+    if "log_scale" in parameters:
+        scale = math.exp(float(parameters["log_scale"]))
+    has_temperature = "temperature" in READS[config.loss]
+    scale = scale if has_temperature else 1.0
+    target = 0.0
+    if "teacher" in READS[config.loss]:
+        target = 4.0 / (
+            config.teacher_temperature or config.temperature if "temperature" in READS[config.loss] else 1.0
+        )
     rows = 1 if config.loss == "cosent" else max(1, batch.num_rows)  # cosent is one softmax over all pairs
     sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
     dims = list(config.mrl_dims or []) if config.use_mrl else [batch.embeddings.shape[1]]
@@ -103,28 +149,24 @@ def term_sizes(batch: LossBatch, config: TrainConfig, loss: EmbeddingLoss) -> di
         score, slope = 1.0, float(1 / norms.min())
         if config.similarity == "dot":
             score, slope = float(norms.max()) ** 2, float(norms.max())
-        sizes["loss"] += weight * scale * score
-        sizes["embeddings"] += weight * scale * slope / rows
+        power = 2 if config.loss in ("relational", "spread_out", "margin_mse") else 1
+        sizes["loss"] += weight * (scale * score + target) ** power
+        sizes["embeddings"] += weight * scale * slope * (score + target) ** (power - 1) / rows
+        by_parameter = {"temperature": scale**2 * score, "log_scale": scale * score, "bias": 1.0, "projection": 1.0}
         for name in parameters:
-            by_scale = {"temperature": scale**2 * score, "log_scale": scale * score, "bias": 1.0}
-            sizes[name] += weight * by_scale[name]
+            sizes[name] += weight * by_parameter[name]
     if config.loss == "sigmoid":
-        sizes["loss"] += abs(bias)
+        sizes["loss"] += abs(float(parameters["bias"]))
     return sizes
 
 
 def check(batch: LossBatch, config: TrainConfig, loss: EmbeddingLoss | None = None, tolerance: float = 1e-12) -> None:
     """Loss and every gradient of vembed's loss equal those of the reference."""
-    loss = (loss or build_loss(config)).double()
+    loss = (loss or build_loss(config, **SIZES)).double()
     parameters = dict(loss.named_parameters())
-    scale, bias = parameters.get("temperature"), parameters.get("bias")
-    if scale is not None:
-        scale = 1.0 / scale
-    elif "log_scale" in parameters:
-        scale = parameters["log_scale"].exp()
     found = loss(batch)
     exact = replace(batch, embeddings=batch.embeddings.detach().double().requires_grad_())
-    wanted = reference_loss(exact, config, scale=scale, bias=-10.0 if bias is None else bias)
+    wanted = reference_loss(exact, config, parameters=parameters)
     terms = term_sizes(batch, config, loss)
     assert_close(found, wanted, tolerance, "loss", terms["loss"])
     names = ["embeddings", *parameters]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from tests.losses import reference_teachers as taught
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import guide_of, loss_terms
 from vembed.losses.batch import LossBatch
 
 TIE = 64 * torch.finfo(torch.float64).eps
@@ -17,34 +19,67 @@ def reference_loss(
     batch: LossBatch,
     config: TrainConfig,
     *,
-    scale: Tensor | float | None = None,
-    bias: Tensor | float = -10.0,
+    parameters: Mapping[str, Tensor] | None = None,
     mrl_dims: Sequence[int] = (),
 ) -> Tensor:
     """The share of `batch.own_rows` in L; with own_rows = slice(None) it is L.
 
-    scale: 1 / temperature, or the sigmoid loss's learned scale; by default from the config.
+    `parameters`: the loss's learned parameters by name.
     """
+    total = batch.embeddings.double().sum() * 0.0
+    for number, (weight, term) in enumerate(loss_terms(config)):
+        prefix = "" if config.losses is None else f"terms.{number}."
+        own = {name.removeprefix(prefix): one for name, one in (parameters or {}).items() if name.startswith(prefix)}
+        total = total + weight * term_loss(batch, term, own, mrl_dims)
+    return total
+
+
+def term_loss(
+    batch: LossBatch, config: TrainConfig, parameters: Mapping[str, Tensor], mrl_dims: Sequence[int]
+) -> Tensor:
+    """The loss of a config with one term."""
+    scale: Tensor | float = 1.0 / config.temperature
+    if "temperature" in parameters:
+        scale = 1.0 / parameters["temperature"]
+    elif "log_scale" in parameters:
+        scale = parameters["log_scale"].exp()
+    batch, contents = taught.with_plain_mixtures(batch, config)
     embeddings = batch.embeddings.double()
-    scale = 1.0 / config.temperature if scale is None else scale
     dims = list(config.mrl_dims or mrl_dims) if config.use_mrl else [embeddings.shape[1]]
     weights = (config.mrl_weights if config.use_mrl else None) or [1.0] * len(dims)
     total = embeddings.sum() * 0.0
     for dim, weight in zip(dims, weights, strict=True):
-        x = embeddings[:, :dim]
+        z = x = embeddings[:, :dim]
         if config.similarity == "cosine":
             x = torch.stack([row / row.norm() if bool(row.any()) else row * 0.0 for row in x])
         match config.loss:
             case "infonce":
-                loss = infonce(x, batch, config, scale)
+                loss = infonce(x, batch, config, scale, contents)
             case "sigmoid":
-                loss = sigmoid(x, batch, config, scale, bias)
+                loss = sigmoid(x, batch, config, scale, parameters.get("bias", -10.0), contents)
             case "cosent":
                 loss = cosent(x, batch, scale)
             case "cosine":
                 loss = cosine(x, batch)
             case "triplet":
                 loss = triplet(x, batch, config)
+            case "kl":
+                listed = config.distill_candidates == "listed"
+                loss = (taught.kl_listed if listed else kl_batch)(x, batch, config, scale)
+            case "score_mse":
+                loss = taught.score_mse(x, batch, config, scale)
+            case "margin_mse":
+                loss = taught.margin_mse(x, batch, config)
+            case "listwise":
+                loss = taught.listwise(x, batch, config, scale)
+            case "ranknet":
+                loss = taught.ranknet(x, batch, config, scale)
+            case "relational":
+                loss = taught.relational(x, batch, config)
+            case "spread_out":
+                loss = taught.spread_out(x, batch, config)
+            case "embedding":
+                loss = taught.embedding(z, batch, config, parameters["projection"])
         total = total + weight * loss
     return total
 
@@ -52,8 +87,10 @@ def reference_loss(
 class Rows:
     """Who is a candidate of whom, one row at a time."""
 
-    def __init__(self, batch: LossBatch, config: TrainConfig) -> None:
+    def __init__(self, batch: LossBatch, config: TrainConfig, contents: list[set[int]] | None = None) -> None:
+        """`contents`: those of each hard negative's parts, where some are mixtures."""
         self.config = config
+        self.guide = None if (name := guide_of(config)) is None else taught.by_embedding(batch, name)
         content = batch.content.tolist()
         self.query, self.positive, self.negative = (
             batch.query.tolist(),
@@ -64,6 +101,7 @@ class Rows:
         self.query_content = [content[u] for u in self.query]
         self.positive_content = [content[u] for u in self.positive]
         self.negative_content = [content[u] for u in self.negative]
+        self.negative_contents = contents or [{one} for one in self.negative_content]
         self.own = range(len(self.query))[batch.own_rows]
         everything = config.negatives_from == "all_ranks"
         self.rows = range(len(self.query)) if everything else self.own
@@ -86,7 +124,7 @@ class Rows:
         for h in self.negatives:
             if self.config.hard_negatives_scope == "own" and self.negative_example[h] != self.example[i]:
                 continue
-            if not (by_content and self.negative_content[h] in forbidden):
+            if not (by_content and self.negative_contents[h] & forbidden):
                 found.append(self.negative[h])
         return found
 
@@ -116,39 +154,70 @@ class Rows:
         ceiling = own_score.detach() + self.config.false_negative_margin
         return scores[scores.detach() <= ceiling + TIE * ceiling.abs().clamp(min=1.0)]
 
+    def scores(self, x: Tensor, i: int, anchor: int, others: list[int]) -> Tensor:
+        """Scores of an anchor with those of the others that the guide leaves."""
+        if self.guide is not None:
+            own = self.query[i], self.positive[i]
+            others = taught.in_reach_of_guide(self.guide, self.config, anchor, *own, others)
+        return x[others] @ x[anchor]
+
     def forward_scores(self, x: Tensor, i: int) -> tuple[Tensor, Tensor]:
         """The own pair's score and those of all candidates of the forward direction."""
-        query, positive = x[self.query[i]], x[self.positive[i]]
-        scores = [x[self.documents(i)] @ query]
+        query, positive = self.query[i], self.positive[i]
+        scores = [self.scores(x, i, query, self.documents(i))]
         if self.config.query_query_negatives:
-            scores.append(x[self.queries(i)] @ query)
+            scores.append(self.scores(x, i, query, self.queries(i)))
         if self.config.document_document_negatives:
-            scores.append(x[self.documents(i)] @ positive)
-        return query @ positive, self.in_reach(torch.cat(scores), query @ positive)
+            scores.append(self.scores(x, i, positive, self.documents(i)))
+        own = x[query] @ x[positive]
+        return own, self.in_reach(torch.cat(scores), own)
 
     def reverse_scores(self, x: Tensor, i: int) -> tuple[Tensor, Tensor]:
         """The same for the reverse direction."""
-        query, positive = x[self.query[i]], x[self.positive[i]]
-        return query @ positive, self.in_reach(x[self.queries_of_document(i)] @ positive, query @ positive)
+        own = x[self.query[i]] @ x[self.positive[i]]
+        return own, self.in_reach(self.scores(x, i, self.positive[i], self.queries_of_document(i)), own)
 
 
-def softmax_loss(own: Tensor, others: Tensor, scale: Tensor | float) -> Tensor:
-    """-log(exp(own) / (exp(own) + sum exp(others)))."""
-    return torch.logsumexp(torch.cat((own[None], others)) * scale, 0) - own * scale
+def softmax_loss(own: Tensor, others: Tensor, scale: Tensor | float, config: TrainConfig) -> Tensor:
+    """-log(exp(own) / (exp(own) + sum exp(others))), with hardness_alpha and focal_gamma."""
+    logits = others * scale + config.hardness_alpha * others.detach()
+    loss = torch.logsumexp(torch.cat(((own * scale)[None], logits)), 0) - own * scale
+    if config.focal_gamma and len(others):
+        loss = (1 - torch.exp(-loss)) ** config.focal_gamma * loss
+    return loss
 
 
-def infonce(x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float) -> Tensor:
-    rows, loss = Rows(batch, config), x.sum() * 0.0
+def infonce(
+    x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float, contents: list[set[int]]
+) -> Tensor:
+    rows, loss = Rows(batch, config, contents), x.sum() * 0.0
     for i in rows.own:
-        row = softmax_loss(*rows.forward_scores(x, i), scale)
+        row = softmax_loss(*rows.forward_scores(x, i), scale, config)
         if config.bidirectional:
-            row = (row + softmax_loss(*rows.reverse_scores(x, i), scale)) / 2
+            row = (row + softmax_loss(*rows.reverse_scores(x, i), scale, config)) / 2
         loss = loss + row
     return loss / max(1, batch.num_rows)
 
 
-def sigmoid(x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float, bias: Tensor | float) -> Tensor:
+def kl_batch(x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float) -> Tensor:
     rows, loss = Rows(batch, config), x.sum() * 0.0
+    vectors = taught.by_embedding(batch, str(taught.followed_teacher(config)))
+    for i in rows.own:
+        documents = [rows.positive[i], *rows.documents(i)]
+        student, teacher = x[documents] @ x[rows.query[i]], vectors[documents] @ vectors[rows.query[i]]
+        loss = loss + taught.divergence(student * scale, teacher * taught.target_scale(config))
+    return loss / max(1, batch.num_rows)
+
+
+def sigmoid(
+    x: Tensor,
+    batch: LossBatch,
+    config: TrainConfig,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    contents: list[set[int]],
+) -> Tensor:
+    rows, loss = Rows(batch, config, contents), x.sum() * 0.0
     zero = x.new_zeros(())
     for i in rows.own:
         own, others = rows.forward_scores(x, i)

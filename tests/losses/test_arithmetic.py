@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.losses.batches import assert_close, check, config_of, gradients, make_batch, term_sizes
+from tests.losses.batches import SIZES, assert_close, check, config_of, gradients, make_batch, term_sizes
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
+from vembed.losses.distillation import BatchDivergence, Relational, SpreadOut
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.sigmoid import SigmoidLoss
 from vembed.losses.tiles import MEBIBYTE, Tiling
@@ -33,13 +34,24 @@ CASES = [
     {"loss": "cosent", "learn_temperature": True},
     {"loss": "cosine"},
     {"loss": "triplet", "use_mrl": True, "mrl_dims": [8, 3]},
+    {**EVERYTHING, "guide": "vectors", "focal_gamma": 1.0, "mix_negatives": 1},
+    {"loss": "kl", "teacher": "vectors", "distill_candidates": "batch", "use_mrl": True, "mrl_dims": [8, 3]},
+    {"loss": "kl", "teacher": "vectors"},
+    {"loss": "margin_mse", "teacher": "reranker"},
+    {"loss": "score_mse", "teacher": "reranker"},
+    {"loss": "listwise"},
+    {"loss": "ranknet"},
+    {"loss": "relational", "teacher": "vectors"},
+    {"loss": "spread_out", "use_mrl": True, "mrl_dims": [8, 3]},
+    {"loss": "embedding", "teacher": "vectors", "use_mrl": True, "mrl_dims": [8, 3]},
+    {"losses": [{"loss": "infonce"}, {"loss": "kl", "teacher": "vectors", "weight": 0.5}, {"loss": "spread_out"}]},
 ]
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_float32(options: dict[str, object]) -> None:
     batch = make_batch(24, max_positives=2, num_contents=150, dtype=torch.float32)
-    loss = build_loss(config_of(**options))
+    loss = build_loss(config_of(**options), **SIZES)
     assert loss(batch).dtype == torch.float32
     (gradient,) = gradients(loss(batch), batch.embeddings)
     assert gradient.dtype == torch.float32
@@ -48,7 +60,7 @@ def test_float32(options: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_low_precision_embeddings_are_scored_in_float32(options: dict[str, object]) -> None:
-    loss = build_loss(config_of(**options))
+    loss = build_loss(config_of(**options), **SIZES)
     low = make_batch(24, num_contents=150, dtype=torch.bfloat16)
     exact = replace(low, embeddings=low.embeddings.detach().float().requires_grad_())
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -65,7 +77,7 @@ def test_low_precision_embeddings_are_scored_in_float32(options: dict[str, objec
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_gradcheck(options: dict[str, object]) -> None:
     batch = make_batch(4, max_positives=2, max_negatives=1, seed=2)
-    loss = build_loss(config_of(**{"temperature": 0.3, **options})).double()
+    loss = build_loss(config_of(**{"temperature": 0.3, **options}), **SIZES).double()
 
     def rank_batch(embeddings: torch.Tensor, *_: torch.Tensor) -> Any:
         return loss(replace(batch, embeddings=embeddings))
@@ -118,7 +130,7 @@ def test_what_is_not_a_number_shows() -> None:
 def test_autograd_contract(options: dict[str, object]) -> None:
     batch = make_batch(7, max_positives=2)
     config = config_of(**options)
-    loss = build_loss(config).double()
+    loss = build_loss(config, **SIZES).double()
     inputs = [batch.embeddings, *loss.parameters()]
     terms = term_sizes(batch, config, loss)
     names = ["embeddings", *(name for name, _ in loss.named_parameters())]
@@ -138,7 +150,7 @@ def test_autograd_contract(options: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_two_runs_are_equal_to_the_bit(options: dict[str, object]) -> None:
-    batch, loss = make_batch(20, max_positives=2), build_loss(config_of(**options))
+    batch, loss = make_batch(20, max_positives=2), build_loss(config_of(**options), **SIZES)
     assert torch.equal(loss(batch), loss(batch))
     assert torch.equal(*(gradients(loss(batch), batch.embeddings)[0] for _ in range(2)))
 
@@ -158,9 +170,10 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_memory_grows_with_the_rows_and_not_with_their_square(options: dict[str, object]) -> None:
-    loss = build_loss(config_of(**options))
-    if isinstance(loss, InfoNCE | SigmoidLoss):
-        loss.tiling = Tiling(8, 4000)
+    loss = build_loss(config_of(**options), **SIZES)
+    for term in loss.modules():
+        if isinstance(term, InfoNCE | SigmoidLoss | BatchDivergence | Relational | SpreadOut):
+            term.tiling = Tiling(8, 4000)
     largest = []
     for num_examples in (300, 600):
         batch = make_batch(num_examples, max_positives=1, max_negatives=1, num_contents=50)

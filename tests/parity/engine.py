@@ -126,13 +126,7 @@ def reference(case: Case, world_size: int) -> dict[str, Tensor]:
     config = case.config(case.folder(), gradient_checkpointing=False)
     model, loss, featuriser = build(case, config)
     batch = drawn_batch(case, model, featuriser, world_size) if case.dropout else plain_batch(case, model, featuriser)
-    named = dict(loss.named_parameters())
-    learned: dict[str, Tensor] = {}
-    if "temperature" in named:
-        learned["scale"] = 1.0 / named["temperature"]
-    if "log_scale" in named:
-        learned |= {"scale": named["log_scale"].exp(), "bias": named["bias"]}
-    value = reference_loss(batch, config, mrl_dims=model.description.mrl_dims, **learned)
+    value = reference_loss(batch, config, parameters=dict(loss.named_parameters()), mrl_dims=model.description.mrl_dims)
     value.backward()
     return {**full_gradients(model), **loss_gradients(loss), "loss": value.detach()}
 

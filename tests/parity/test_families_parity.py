@@ -208,9 +208,7 @@ def wanted(name: str) -> dict[str, torch.Tensor]:
         own_rows=slice(0, len(rank_batch.query)),
         own_negatives=slice(0, len(rank_batch.negative)),
     )
-    named = dict(loss.named_parameters())
-    learned = {"scale": named["log_scale"].exp(), "bias": named["bias"]} if "log_scale" in named else {}
-    value = reference_loss(batch, config, mrl_dims=model.description.mrl_dims, **learned)
+    value = reference_loss(batch, config, parameters=dict(loss.named_parameters()), mrl_dims=model.description.mrl_dims)
     value.backward()
     return {**full_gradients(model), **loss_gradients(loss), "loss": value.detach()}
 

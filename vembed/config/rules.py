@@ -8,6 +8,18 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from vembed.config.schema import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, TrainConfig
+from vembed.config.terms import (
+    FOLLOWS_TEACHER,
+    LOSS_OPTIONS,
+    READS,
+    SCORES,
+    followed_teacher,
+    guide_of,
+    listed_teachers,
+    loss_terms,
+    losses_of,
+    takes_vectors,
+)
 from vembed.errors import UserError
 
 
@@ -171,7 +183,7 @@ def _pixels_in_order(config: TrainConfig) -> Violation | None:
 
 
 def _triplet_has_negatives(config: TrainConfig) -> Violation | None:
-    if config.loss != "triplet" or config.max_negatives != 0:
+    if "triplet" not in losses_of(config) or config.max_negatives != 0:
         return None
     return Violation(
         ("loss", "max_negatives"),
@@ -180,13 +192,63 @@ def _triplet_has_negatives(config: TrainConfig) -> Violation | None:
 
 
 def _learned_temperature_in_range(config: TrainConfig) -> Violation | None:
-    is_learned = config.learn_temperature or config.loss == "sigmoid"
-    if not is_learned or LOWEST_TEMPERATURE <= config.temperature <= HIGHEST_TEMPERATURE:
+    learned = [term for _, term in loss_terms(config) if term.learn_temperature or term.loss == "sigmoid"]
+    outside = [one.temperature for one in learned if not LOWEST_TEMPERATURE <= one.temperature <= HIGHEST_TEMPERATURE]
+    if not outside:
         return None
     return Violation(
-        ("temperature", "learn_temperature"),
-        f"temperature: {config.temperature:g} is where a learned temperature starts, and it is kept from "
+        ("temperature", "learn_temperature", "losses"),
+        f"temperature: {outside[0]:g} is where a learned temperature starts, and it is kept from "
         f"{LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}: start inside",
+    )
+
+
+def _one_loss_or_a_list(config: TrainConfig) -> Violation | None:
+    if config.losses is None or (config.losses and "loss" not in config.model_fields_set):
+        return None
+    problem = f"and loss: {config.loss} are two ways to say one thing: keep one of them"
+    return Violation(("losses", "loss"), f"losses {problem if config.losses else 'is an empty list: name a loss'}")
+
+
+def _teachers_have_names_of_their_own(config: TrainConfig) -> Violation | None:
+    labels = [one.label for one in listed_teachers(config)]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is None and SCORES not in labels:
+        return None
+    if twice is None:
+        return Violation(("teachers",), f"teachers: the name {SCORES!r} stands for scores in the data: choose another")
+    return Violation(("teachers",), f"teachers: {twice} is named twice: keep it once, or give each entry a name")
+
+
+def _losses_have_teachers(config: TrainConfig) -> Violation | None:
+    for _, term in loss_terms(config):
+        teacher, what = followed_teacher(term), f"loss: {term.loss}"
+        if term.loss in FOLLOWS_TEACHER and teacher is None:
+            return Violation(
+                ("loss", "losses", "teacher"),
+                f"{what} follows a teacher, and the config names none: give teacher a model, or scores where the data "
+                "have them",
+            )
+        if teacher == SCORES and takes_vectors(term):
+            more = " with distill_candidates: batch" if term.loss == "kl" else ""
+            return Violation(
+                ("loss", "losses", "teacher"),
+                f"{what}{more} needs vectors, and teacher: {SCORES} has scores of listed pairs alone: name a model",
+            )
+        if guide_of(term) == SCORES:
+            return Violation(
+                ("guide",), f"guide: {SCORES} cannot score pairs that nobody listed: give guide an embedding model"
+            )
+    return None
+
+
+def _mixtures_are_candidates(config: TrainConfig) -> Violation | None:
+    if config.negatives_from != "own_rank" or not any(term.mix_negatives for _, term in loss_terms(config)):
+        return None
+    return Violation(
+        ("mix_negatives", "negatives_from"),
+        "mix_negatives makes negatives of the whole batch, and negatives_from: own_rank leaves them out: keep one of "
+        "them",
     )
 
 
@@ -311,6 +373,10 @@ RULES: tuple[Rule, ...] = (
     _pixels_in_order,
     _triplet_has_negatives,
     _learned_temperature_in_range,
+    _one_loss_or_a_list,
+    _teachers_have_names_of_their_own,
+    _losses_have_teachers,
+    _mixtures_are_candidates,
     _one_strategy,
     _one_offload_switch,
     _one_checkpointing_switch,
@@ -323,19 +389,6 @@ RULES: tuple[Rule, ...] = (
 
 
 # ---- remarks: options without effect -------------------------------------------------------------------------------
-
-_PAIRWISE = (
-    "bidirectional", "query_query_negatives", "document_document_negatives", "false_negative_margin",
-    "hard_negatives_scope", "mask_duplicates", "negatives_from",
-)  # fmt: skip
-WITHOUT_EFFECT_UNDER_LOSS = {
-    "infonce": ("triplet_margin",),
-    "cosent": (*_PAIRWISE, "triplet_margin", "max_negatives"),
-    "cosine": (*_PAIRWISE, "temperature", "learn_temperature", "triplet_margin", "max_negatives"),
-    "triplet": (*(name for name in _PAIRWISE if name != "mask_duplicates"), "temperature", "learn_temperature"),
-    "sigmoid": ("bidirectional", "learn_temperature", "triplet_margin"),
-}
-"""Options that a loss ignores."""
 
 NEEDED_BY: dict[str, tuple[str, ...]] = {
     "use_mrl": ("mrl_dims", "mrl_weights", "mrl_projection", "mrl_projection_init"),
@@ -359,11 +412,7 @@ def remarks(config: TrainConfig) -> list[str]:
     """Return one sentence per option that has no effect or may be misunderstood."""
     values, defaults = dict(config), TrainConfig(model_name="-", data_path="-")
     set_apart = {name for name, value in values.items() if value != dict(defaults)[name]}
-    found = [
-        f"{name}: {_word(values[name])} has no effect with loss: {config.loss}"
-        for name in WITHOUT_EFFECT_UNDER_LOSS[config.loss]
-        if name in set_apart
-    ]
+    found = _loss_remarks(config, set_apart)
     for needed, names in NEEDED_BY.items():
         if not values[needed]:
             found += [
@@ -398,6 +447,28 @@ def remarks(config: TrainConfig) -> list[str]:
             "head_learning_rate is not set: the projections of two towers that never met are new, and learn little at "
             f"learning_rate: {config.learning_rate:g}; 1e-3 is usual for them"
         )
+    return found
+
+
+def _loss_remarks(config: TrainConfig, set_apart: set[str]) -> list[str]:
+    """Return remarks on options that none of the run's losses reads, or that an entry of `losses` does not read."""
+    losses, values = losses_of(config), dict(config)
+    unread = LOSS_OPTIONS.difference(*(READS[loss] for loss in losses))
+    which = f"loss: {losses[0]}" if config.losses is None else f"losses: {', '.join(losses)}"
+    # One guide or teacher may serve some of the losses, so an option of the run needs one loss that reads it.
+    found = [f"{name}: {_word(values[name])} has no effect with {which}" for name in sorted(unread & set_apart)]
+    for number, term in enumerate(config.losses or [], 1):
+        own = {name: value for name, value in dict(term).items() if value is not None and name in LOSS_OPTIONS}
+        found += [
+            f"losses, entry {number}: {name}: {_word(own[name])} has no effect with loss: {term.loss}"
+            for name in sorted(own.keys() - READS[term.loss])
+        ]
+    if not any(term.guide for _, term in loss_terms(config)):
+        found += [
+            f"{name}: {_word(values[name])} has no effect without guide"
+            for name in ("guide_margin", "guide_margin_kind")
+            if name in set_apart
+        ]
     return found
 
 

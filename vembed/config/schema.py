@@ -51,6 +51,63 @@ class DataSource(Frozen):
     """Like the option of the same name, for this source only."""
 
 
+LossName = Literal[
+    "infonce", "cosent", "cosine", "triplet", "sigmoid",
+    "kl", "margin_mse", "score_mse", "embedding", "relational", "spread_out", "listwise", "ranknet",
+]  # fmt: skip
+
+
+class Teacher(Frozen):
+    """One entry of `teachers`."""
+
+    model: str
+    """An embedding model or a reranker: a Hub name or a local folder."""
+    name: str | None = None
+    """What `teacher` and `guide` call it. Default: `model`."""
+    kind: Literal["auto", "embedder", "reranker"] = "auto"
+    """embedder: gives vectors. reranker: a sequence classifier that scores (query, document) pairs. `auto`: from the
+    architectures that the model's config names."""
+    query_prompt: str | None = None
+    """Text put before every query. Default: the model's own."""
+    document_prompt: str | None = None
+    """Text put before every document. Default: the model's own."""
+    max_length: PositiveInt | None = None
+    """Longest text in tokens. Default: the model's own limit, at most 512."""
+    scale: PositiveFloat = 1.0
+    """Factor of a reranker's scores: its logits are no cosines, and losses compare them with similarities."""
+
+    @property
+    def label(self) -> str:
+        """What the run calls it."""
+        return self.name or self.model
+
+
+class LossTerm(Frozen):
+    """One entry of `losses`: a loss, its weight, and options of the same names for this term alone."""
+
+    loss: LossName
+    """Which loss."""
+    weight: PositiveFloat = 1.0
+    """Factor of the term in the sum."""
+    teacher: str | None = None
+    guide: str | None = None
+    guide_margin: Annotated[float, Field(allow_inf_nan=False), Number] | None = None
+    guide_margin_kind: Literal["absolute", "relative"] | None = None
+    temperature: PositiveFloat | None = None
+    teacher_temperature: PositiveFloat | None = None
+    distill_candidates: Literal["listed", "batch"] | None = None
+    hardness_alpha: NonNegativeFloat | None = None
+    focal_gamma: NonNegativeFloat | None = None
+    mix_negatives: NonNegativeInt | None = None
+    learn_temperature: bool | None = None
+    bidirectional: bool | None = None
+    query_query_negatives: bool | None = None
+    document_document_negatives: bool | None = None
+    false_negative_margin: Annotated[float, Field(allow_inf_nan=False), Number] | None = None
+    hard_negatives_scope: Literal["all", "own"] | None = None
+    triplet_margin: NonNegativeFloat | None = None
+
+
 class TrainConfig(Frozen):
     """Options of a training run. `docs/options.md` is generated from the docstring under each field."""
 
@@ -168,9 +225,14 @@ class TrainConfig(Frozen):
     """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images; 0: none."""
 
     # ---- loss --------------------------------------------------------------------------------------------------
-    loss: Literal["infonce", "cosent", "cosine", "triplet", "sigmoid"] = "infonce"
+    loss: LossName = "infonce"
     """infonce: pairs with in-batch negatives. cosent, cosine: pairs with scores. triplet: given negatives with a
-    margin. sigmoid: SigLIP's pairwise loss with learned scale and bias."""
+    margin. sigmoid: SigLIP's pairwise loss with learned scale and bias. kl, margin_mse, score_mse, relational: a
+    teacher's scores. embedding: a teacher's vectors. spread_out: queries and documents away from each other. listwise,
+    ranknet: graded scores of a query's documents."""
+    losses: list[LossTerm] | None = None
+    """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
+    own `temperature`, `teacher`, `guide` and other options of this section."""
     similarity: Literal["cosine", "dot"] = "cosine"
     """Similarity of two embeddings, in the loss, the evaluation and the saved model."""
     temperature: PositiveFloat = 0.05
@@ -193,6 +255,28 @@ class TrainConfig(Frozen):
     """Source of the candidates: the whole global batch, or only the process's own part of it."""
     triplet_margin: NonNegativeFloat = 0.2
     """loss: triplet: minimum difference between the similarities of the positive and the negative."""
+    hardness_alpha: NonNegativeFloat = 0.0
+    """loss: infonce: add this times a candidate's similarity to its logit, as a constant: hard negatives count more."""
+    focal_gamma: NonNegativeFloat = 0.0
+    """loss: infonce: a row whose positive has the probability p counts (1 - p) ** focal_gamma times."""
+    mix_negatives: NonNegativeInt = 0
+    """loss: infonce: so many further hard negatives per example, each mixed from two of its own."""
+    teachers: list[str | Teacher] | None = None
+    """Models that teach: embedding models or rerankers, each a Hub name, a folder, or an entry with its own prompts."""
+    teacher: str | None = None
+    """Which teacher a loss follows: one of `teachers`, a model, or `scores` for the scores in the data. Default: the
+    first of `teachers`."""
+    teacher_temperature: PositiveFloat | None = None
+    """loss: kl, score_mse, listwise: a teacher's scores are divided by it. Default: `temperature`."""
+    distill_candidates: Literal["listed", "batch"] = "listed"
+    """loss: kl: whether a row's candidates are its positive and its example's hard negatives, or all of the batch."""
+    guide: str | None = None
+    """loss: infonce, sigmoid: a teacher that says which candidates are no negatives: those that it scores above the
+    row's own pair less `guide_margin`."""
+    guide_margin: Annotated[float, Field(allow_inf_nan=False), Number] = 0.0
+    """How far below the own pair's score a candidate must be, by the guide, to count as a negative."""
+    guide_margin_kind: Literal["absolute", "relative"] = "absolute"
+    """Whether `guide_margin` is a difference of scores or a share of the own pair's score."""
 
     # ---- batch and step ----------------------------------------------------------------------------------------
     batch_size: PositiveInt = 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from typing import Any, Literal
 
 from vembed.data.columns import Columns, Layout
@@ -14,6 +15,10 @@ from vembed.data.messages import listed
 
 Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 
+SCORED = frozenset({"cosent", "cosine"})
+"""Losses that need a score for every pair."""
+MATCHED = frozenset({"infonce", "sigmoid", "triplet"})
+"""Losses that take every pair for a match."""
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 _ITEM_KEYS = frozenset({"text", "title", "image", "images", "bytes", "path"})
 
@@ -27,16 +32,16 @@ class RecordFormat:
         images: ImageRoot,
         *,
         mode: Mode = "auto",
-        loss: str | None = None,
+        losses: Collection[str] = (),
         max_negatives: int | None = None,
         numbers_in_text: bool = False,
     ) -> None:
-        """`loss`: refuse records that this loss cannot use. `numbers_in_text`: accept numbers as text (CSV cells)."""
+        """`losses`: refuse records that one of these cannot use. `numbers_in_text`: accept numbers as text (CSV)."""
         self._images = images
         self._query_is_path = mode in ("i2t", "i2i")
         self._document_is_path = mode in ("t2i", "i2i", "m2i")
         self.columns = columns
-        self._loss = loss
+        self._losses = tuple(losses)
         self._max_negatives = max_negatives
         self._numbers_in_text = numbers_in_text
 
@@ -60,8 +65,8 @@ class RecordFormat:
         scores = None
         if layout.score is not None and record[layout.score] is not None:
             scores = self._scores(record[layout.score], layout.score, len(positives))
-        if self._loss is not None:
-            self._check_loss(self._loss, layout, negatives, scores)
+        for loss in self._losses:
+            self._check_loss(loss, layout, negatives, scores)
         return Example(query, positives, negatives, scores, where)
 
     def _query(self, record: dict[str, Any], layout: Layout) -> Item:
@@ -186,10 +191,10 @@ class RecordFormat:
         return number
 
     def _check_loss(self, loss: str, layout: Layout, negatives: tuple[Item, ...], scores: Any) -> None:
-        if loss in ("cosent", "cosine"):
+        if loss in SCORED:
             if scores is None:
                 raise BadRecord(f"no score, which loss: {loss} needs for every pair")
-        elif layout.are_sentences and scores is not None:
+        elif loss in MATCHED and layout.are_sentences and scores is not None:
             raise BadRecord(
                 f"a scored sentence pair, and loss: {loss} would take each pair for a match whatever its score: "
                 "use loss: cosent or cosine"

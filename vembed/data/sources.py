@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from vembed.config.schema import DataSource, TrainConfig
+from vembed.config.terms import losses_of
 from vembed.data.batches import ContentKeys
 from vembed.data.cache import IndexCache, cache_folder, short_hash
 from vembed.data.columns import Columns
@@ -202,12 +203,12 @@ def _open_source(
     columns = Columns(mapping, may_miss=may_miss)
     reader = open_reader(source.path, columns, role, cache)
     images = ImageRoot(config.image_root or str(reader.folder), allow_urls=config.allow_image_urls)
-    loss, max_negatives = (config.loss, config.max_negatives) if role == "train" else (None, None)
+    losses, max_negatives = (losses_of(config), config.max_negatives) if role == "train" else ((), None)
     form = RecordFormat(
         columns,
         images,
         mode=config.retrieval_mode,
-        loss=loss,
+        losses=losses,
         max_negatives=max_negatives,
         numbers_in_text=reader.numbers_in_text,
     )
@@ -218,7 +219,7 @@ def _open_source(
         config.retrieval_mode,
         images.folder,
         images.allow_urls,
-        loss,
+        losses,
         max_negatives,
         with_keys,
     ]

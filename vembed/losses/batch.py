@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from vembed.errors import UserError
+from vembed.losses.targets import TeacherVectors, Teaching
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,14 @@ class LossBatch:
     own_negatives: slice
     """Hard negatives of this rank's examples."""
     world_size: int = 1
+    negative_scores: Tensor | None = None
+    """[H] score of each hard negative, where the data have scores for them."""
+    negative_parts: Tensor | None = None
+    """[H, 2] indices of what each hard negative is made of, where some are mixtures; twice its own otherwise."""
+    teachers: Mapping[str, Teaching] = field(default_factory=dict)
+    """What each teacher says about this batch, by its name."""
+    number: int = 0
+    """Number of the batch in the run: random draws of a loss depend on it and on nothing else."""
 
     @property
     def num_rows(self) -> int:
@@ -69,6 +79,25 @@ class LossBatch:
                 "add them (sentence1, sentence2, score) or use loss: infonce."
             )
         return self.scores
+
+    def teacher(self, name: str) -> Teaching:
+        """What a teacher says. `UserError` where it says nothing about this batch."""
+        if name not in self.teachers:
+            raise UserError(
+                f"teacher {name} says nothing about this batch (there are {', '.join(self.teachers) or 'none'}): "
+                "name a model under teacher, or scores for every positive and negative in the data."
+            )
+        return self.teachers[name]
+
+    def teacher_vectors(self, name: str, wanted_by: str) -> TeacherVectors:
+        """The vectors of a teacher, for what needs more than the scores of listed pairs."""
+        teaching = self.teacher(name)
+        if not isinstance(teaching, TeacherVectors):
+            raise UserError(
+                f"{wanted_by} needs the teacher's vectors, and {name} gives scores of listed pairs only: "
+                "use an embedding model as teacher, or candidates: listed."
+            )
+        return teaching
 
 
 class EmbeddingLoss(nn.Module):

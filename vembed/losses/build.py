@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import followed_teacher, loss_terms
 from vembed.losses.batch import EmbeddingLoss
+from vembed.losses.distillation import BatchDivergence, Relational, SpreadOut
 from vembed.losses.infonce import InfoNCE
+from vembed.losses.listed import ListedDivergence, Listwise, MarginError, RankNet, ScoreError
+from vembed.losses.projection import EmbeddingDistillation
 from vembed.losses.scored import CoSENT, CosineRegression
 from vembed.losses.sigmoid import SigmoidLoss
 from vembed.losses.triplet import Triplet
+from vembed.losses.weighted import WeightedLosses
 
 log = logging.getLogger("vembed")
 
@@ -21,23 +27,47 @@ def build_loss(
     mrl_dims: Sequence[int] = (),
     start_scale: float | None = None,
     start_bias: float | None = None,
+    embedding_dim: int | None = None,
+    teacher_dims: Mapping[str, int] | None = None,
 ) -> EmbeddingLoss:
     """Return the loss that the config selects.
 
     `mrl_dims`: the model's Matryoshka sizes, used with `use_mrl` when the config names none. `start_scale`,
     `start_bias`: the model's learned values (CLIP, SigLIP). A learned temperature or scale starts from them
-    instead of from `temperature`.
+    instead of from `temperature`. `embedding_dim`, `teacher_dims`: sizes of the embeddings and of each teacher's
+    vectors, for `loss: embedding`.
     """
     dims = tuple(config.mrl_dims or mrl_dims) if config.use_mrl else ()
     if config.use_mrl and not dims:
         raise ValueError("use_mrl without mrl_dims: pass the model's sizes")
-    is_fixed = config.loss == "infonce" and not config.learn_temperature
+    is_fixed = config.losses is None and config.loss == "infonce" and not config.learn_temperature
     if start_scale is not None and is_fixed and "temperature" not in config.model_fields_set:
         log.info(
             "temperature: %g (default), but this model was trained with %.3g; set temperature=%.3g to keep that, or "
             "learn_temperature: true to continue learning it",
             config.temperature, 1 / start_scale, 1 / start_scale,
         )  # fmt: skip
+    sizes = _Sizes(dims, embedding_dim, teacher_dims or {})
+    terms = [(weight, term, _build(term, sizes, start_scale, start_bias)) for weight, term in loss_terms(config)]
+    if config.losses is None:
+        return terms[0][2]
+    names = [term.loss for _, term, _ in terms]
+    numbered = [
+        f"{name}_{names[:n].count(name) + 1}" if names.count(name) > 1 else name for n, name in enumerate(names)
+    ]
+    return WeightedLosses(numbered, [weight for weight, _, _ in terms], [loss for _, _, loss in terms])
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    dims: tuple[int, ...]
+    embedding: int | None
+    teachers: Mapping[str, int]
+
+
+def _build(config: TrainConfig, sizes: _Sizes, start_scale: float | None, start_bias: float | None) -> EmbeddingLoss:
+    """One term."""
+    dims = sizes.dims
     match config.loss:
         case "infonce":
             return InfoNCE(config, dims, start_scale)
@@ -49,3 +79,23 @@ def build_loss(
             return Triplet(config, dims)
         case "sigmoid":
             return SigmoidLoss(config, dims, start_scale, start_bias)
+        case "kl":
+            which = BatchDivergence if config.distill_candidates == "batch" else ListedDivergence
+            return which(config, dims, start_scale)
+        case "margin_mse":
+            return MarginError(config, dims, start_scale)
+        case "score_mse":
+            return ScoreError(config, dims, start_scale)
+        case "listwise":
+            return Listwise(config, dims, start_scale)
+        case "ranknet":
+            return RankNet(config, dims, start_scale)
+        case "relational":
+            return Relational(config, dims)
+        case "spread_out":
+            return SpreadOut(config, dims)
+        case "embedding":
+            teacher = str(followed_teacher(config))
+            if sizes.embedding is None or teacher not in sizes.teachers:
+                raise ValueError("loss: embedding without embedding_dim and teacher_dims: pass both sizes")
+            return EmbeddingDistillation(config, dims, sizes.embedding, sizes.teachers[teacher])

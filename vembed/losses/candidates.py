@@ -70,6 +70,8 @@ class Candidates:
 
     index: Tensor
     """[N] index into the batch's embeddings for each position."""
+    occurrence: Tensor
+    """[N] number of the occurrence at each position: the R queries, the R positives, then the hard negatives."""
     queries: slice
     """Positions of the own rows' queries."""
     positives: slice
@@ -106,7 +108,7 @@ def find_candidates(batch: LossBatch, config: TrainConfig, *, both_directions: b
         used, explicit_position = torch.unique(explicit_negative, return_inverse=True)
         negatives = slice(0, 0)
 
-    index = torch.cat((batch.negative[negatives], batch.positive[rows], batch.query[query_rows], batch.negative[used]))
+    occurrence = occurrences_of(batch, negatives, rows, query_rows, used)
     num_negatives, num_rows = negatives.stop - negatives.start, rows.stop - rows.start
     # Negatives and positives are adjacent, so that one contiguous range holds all documents.
     documents = slice(0, num_negatives + num_rows)
@@ -127,7 +129,8 @@ def find_candidates(batch: LossBatch, config: TrainConfig, *, both_directions: b
         if config.document_document_negatives:
             explicit.append(ExplicitPairs("positive", explicit_row, position, FORWARD))
     return Candidates(
-        index=index,
+        index=torch.cat((batch.query, batch.positive, batch.negative))[occurrence],
+        occurrence=occurrence,
         # `own` counts rows of the global batch; the table may begin at another row (negatives_from: own_rank).
         queries=_shifted(own, queries.start - query_rows.start),
         positives=_shifted(own, num_negatives - rows.start),
@@ -135,6 +138,22 @@ def find_candidates(batch: LossBatch, config: TrainConfig, *, both_directions: b
             score_block for score_block in score_blocks if score_block.columns.stop > score_block.columns.start
         ),
         explicit=tuple(explicit),
+    )
+
+
+def occurrences_of(
+    batch: LossBatch, negatives: slice, positives: slice, queries: slice, more_negatives: Tensor
+) -> Tensor:
+    """Numbers of occurrences: queries count from 0, positives from R, hard negatives from 2 R."""
+    count = batch.num_rows
+    numbers = torch.arange(2 * count + batch.negative.numel(), device=batch.query.device)
+    return torch.cat(
+        (
+            numbers[2 * count :][negatives],
+            numbers[count : 2 * count][positives],
+            numbers[:count][queries],
+            2 * count + more_negatives,
+        )
     )
 
 
@@ -146,15 +165,21 @@ def explicit_negatives(
     Rows count from the range's start, ascending. With `mask_duplicates`, pairs are dropped whose negative has the
     content of the row's query or of one of its example's positives.
     """
-    row, negative = _join(batch.example[rows], batch.negative_example[negatives])
+    row, negative = join_equal(batch.example[rows], batch.negative_example[negatives])
     negative = negative + negatives.start
     if mask_duplicates and row.numel():
         sets = _content_sets(batch)[rows][row]
-        content = batch.content[batch.negative[negative]]
+        content = batch.content[negative_parts(batch)[negative]]
         ranks = torch.searchsorted(torch.unique(batch.content), content).to(torch.int32)
-        keep = (sets != ranks[:, None]).all(1)  # sets: [P, S] contents that the row excludes
+        # sets: [P, S] contents that the row excludes; ranks: [P, 1 or 2] those of the negative's parts.
+        keep = (sets[:, :, None] != ranks[:, None]).flatten(1).all(1)
         row, negative = row[keep], negative[keep]
     return row, negative
+
+
+def negative_parts(batch: LossBatch) -> Tensor:
+    """[H, 1 or 2] indices of the embeddings that each hard negative is made of: itself, or the parts of a mixture."""
+    return batch.negative[:, None] if batch.negative_parts is None else batch.negative_parts
 
 
 class _Keys:
@@ -172,18 +197,18 @@ class _Keys:
             self.own_sets, self.sets = sets[own], sets[rows]
             self.own_query, self.own_positive = content[batch.query[own]], content[batch.positive[own]]
             self.query, positive = content[batch.query[rows]], content[batch.positive[rows]]
-            negative = content[batch.negative[negatives]]
+            negative = content[negative_parts(batch)[negatives]]
         else:
             example = torch.unique(batch.example, return_inverse=True)[1].to(torch.int32)
             self.own_sets, self.query = example[own, None], example[rows]
             positive = example[rows]
             # Hard negatives have no key: without mask_duplicates none of them is ever left out.
-            negative = torch.full_like(batch.negative[negatives], NO_KEY_COLUMN, dtype=torch.int32)
-        self.document = torch.cat((negative, positive))
+            negative = torch.full_like(batch.negative[negatives, None], NO_KEY_COLUMN, dtype=torch.int32)
+        self.document = torch.cat((negative, positive[:, None].expand(-1, negative.shape[1])))
 
     def documents(self) -> tuple[ExclusionMask, ...]:
         """Return masks that exclude documents with the content of the row's query or of one of its positives."""
-        return (ExclusionMask(self.own_sets, self.document[:, None]),)
+        return (ExclusionMask(self.own_sets, self.document),)
 
     def queries(self) -> tuple[ExclusionMask, ...]:
         """Return masks that exclude queries with the content of the row's query or of one of its positives."""
@@ -219,7 +244,7 @@ def _content_sets(batch: LossBatch) -> Tensor:
     return torch.cat((content[batch.query][:, None], positives[example]), dim=1)
 
 
-def _join(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def join_equal(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Return i [P] and j [P] of all pairs with left[i] == right[j], ascending by i (a sort-merge join)."""
     ordered, order = torch.sort(right, stable=True)
     first = torch.searchsorted(ordered, left)

@@ -21,17 +21,28 @@ R_i: the query q_j of every row j, except those for which p_i would be left out 
 mask_duplicates: false: D_i, Q_i, R_i leave out only what row i's own example brought as query and positives.
 false_negative_margin m: candidates of any kind with a score above s(q_i,p_i) + m are left out. The selection has no
 gradient, and p_i always stays. With Matryoshka each size selects by its own scores.
+guide g with margin m: candidates c of any kind with g(q_i,c) > g(q_i,p_i) - m (for d-d: g(p_i,c)) are left out. A
+relative margin is m * |g(q_i,p_i)|. g is the cosine of a teacher's vectors.
+hardness_alpha a: a candidate's logit s/T becomes s/T + a * s; the second part has no gradient.
+focal_gamma g: l_i becomes (1 - exp(-l_i))^g * l_i.
+mix_negatives: see mixing.py. The mixtures are hard negatives like the others.
 hard_negatives_scope: own: a hard negative is in D_i only for the rows of the example that brought it.
 negatives_from: own_rank: j and the hard negatives run over the own rank batch only; N stays that of the global batch.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
+from vembed.config.schema import TrainConfig
+from vembed.config.terms import guide_of
 from vembed.losses.batch import LossBatch
 from vembed.losses.candidates import find_candidates
+from vembed.losses.mixing import with_mixtures
 from vembed.losses.rows import Softmax
+from vembed.losses.targets import Guide
 from vembed.losses.temperature import TemperedLoss
 from vembed.losses.tiles import Scoring, Tiling, tiled_loss
 
@@ -43,14 +54,29 @@ class InfoNCE(TemperedLoss):
 
     def forward(self, batch: LossBatch) -> Tensor:
         """Return the own rows' part of L."""
+        config = self.config
+        if config.mix_negatives:
+            batch = with_mixtures(batch, config)
         share = 1.0 / max(1, batch.num_rows)
-        both = self.config.bidirectional
+        both = config.bidirectional
+        scale = self.scale_for(batch.embeddings)
+        stretch = 1.0 + config.hardness_alpha / scale.detach() if config.hardness_alpha else None
         scoring = Scoring(
-            candidates=find_candidates(batch, self.config, both_directions=both),
+            candidates=find_candidates(batch, config, both_directions=both),
             similarity=self.similarity_for(batch.embeddings),
-            row_loss=Softmax,
+            row_loss=partial(Softmax, stretch=stretch, focal_gamma=config.focal_gamma),
             coefficients=(share / 2, share / 2) if both else (share,),
-            margin=self.config.false_negative_margin,
+            margin=config.false_negative_margin,
             tiling=self.tiling,
+            guide=guide_for(batch, config),
         )
-        return tiled_loss(batch.embeddings, scoring, self.scale_for(batch.embeddings))
+        return tiled_loss(batch.embeddings, scoring, scale)
+
+
+def guide_for(batch: LossBatch, config: TrainConfig) -> Guide | None:
+    """Return the guide that the config names, with what it says about the batch."""
+    name = guide_of(config)
+    if name is None:
+        return None
+    vectors = batch.teacher_vectors(name, "guide")
+    return Guide(vectors, config.guide_margin, relative=config.guide_margin_kind == "relative")

@@ -17,19 +17,23 @@ LEFT_OUT = -1e30
 
 
 class RowLoss(ABC):
-    """Losses of n rows. Create it with the own pairs' logits, add all candidates, then ask for the derivatives."""
+    """Losses of n rows. Create it with the own pairs' logits, add all candidates, then ask for the derivatives.
 
-    def __init__(self, positive: Tensor, coefficient: float, bias: Tensor | None) -> None:
+    `target`: a teacher's scores of the same pairs, for losses that follow one.
+    """
+
+    def __init__(self, positive: Tensor, coefficient: float, bias: Tensor | None, target: Tensor | None = None) -> None:
         self.positive = positive
         self.coefficient = coefficient
         self.bias = bias
+        self.target = target
 
     @abstractmethod
-    def add(self, logits: Tensor, scratch: Tensor) -> None:
+    def add(self, logits: Tensor, scratch: Tensor, target: Tensor | None = None) -> None:
         """Add a tile of logits [n, t]; `scratch` has the same shape and is overwritten."""
 
     @abstractmethod
-    def add_explicit(self, logits: Tensor, row: Tensor) -> None:
+    def add_explicit(self, logits: Tensor, row: Tensor, target: Tensor | None = None) -> None:
         """Add single logits [P] of the rows `row` [P]."""
 
     @abstractmethod
@@ -37,11 +41,11 @@ class RowLoss(ABC):
         """Return coefficient * sum of the rows' losses. Call it after all candidates have been added."""
 
     @abstractmethod
-    def grad_of_logits(self, logits: Tensor, out: Tensor) -> Tensor:
+    def grad_of_logits(self, logits: Tensor, out: Tensor, target: Tensor | None = None) -> Tensor:
         """Write the gradient of the total with respect to a tile's logits to `out`, which may be the tile itself."""
 
     @abstractmethod
-    def grad_of_explicit_logits(self, logits: Tensor, row: Tensor) -> Tensor:
+    def grad_of_explicit_logits(self, logits: Tensor, row: Tensor, target: Tensor | None = None) -> Tensor:
         """Return the gradient of the total with respect to single logits [P]."""
 
     @abstractmethod
@@ -54,24 +58,40 @@ class Softmax(RowLoss):
 
     State per row: the largest logit so far and the sum of the candidates' exp(logit - largest). The own pair's term is
     added at the end by expm1 and log1p, which keeps the precision of small losses.
+
+    `stretch`: candidates enter as stretch * logit, and the difference to the logit has no gradient (hardness_alpha).
+    `focal_gamma`: a row's loss l is multiplied by (1 - exp(-l)) ** focal_gamma.
     """
 
-    def __init__(self, positive: Tensor, coefficient: float, bias: Tensor | None) -> None:
+    def __init__(
+        self,
+        positive: Tensor,
+        coefficient: float,
+        bias: Tensor | None,
+        target: Tensor | None = None,
+        *,
+        stretch: Tensor | None = None,
+        focal_gamma: float = 0.0,
+    ) -> None:
         assert bias is None, "a bias cancels in a softmax"
-        super().__init__(positive, coefficient, bias)
+        super().__init__(positive, coefficient, bias, target)
+        self.stretch = stretch
+        self.focal_gamma = focal_gamma
         self.largest = positive
         self.rest = torch.zeros_like(positive)
 
-    def add(self, logits: Tensor, scratch: Tensor) -> None:
+    def add(self, logits: Tensor, scratch: Tensor, _target: Tensor | None = None) -> None:
         """See RowLoss."""
+        logits = logits if self.stretch is None else torch.mul(logits, self.stretch, out=scratch)
         largest = torch.maximum(self.largest, logits.amax(1))
         torch.sub(logits, largest[:, None], out=scratch).exp_()
         # Rescale the earlier sum to the new maximum before adding this tile's terms.
         self.rest = self.rest * torch.exp(self.largest - largest) + scratch.sum(1)
         self.largest = largest
 
-    def add_explicit(self, logits: Tensor, row: Tensor) -> None:
+    def add_explicit(self, logits: Tensor, row: Tensor, _target: Tensor | None = None) -> None:
         """See RowLoss."""
+        logits = logits if self.stretch is None else logits * self.stretch
         # A row may occur several times in `row`; the reduction includes the old maximum.
         largest = self.largest.scatter_reduce(0, row, logits, "amax")
         self.rest = self.rest * torch.exp(self.largest - largest)
@@ -82,43 +102,67 @@ class Softmax(RowLoss):
         """Return log(sum of all exp(logit)) - largest. expm1 and log1p keep precision if the own pair dominates."""
         return torch.log1p(self.rest + torch.expm1(self.positive - self.largest))
 
+    def _losses(self) -> Tensor:
+        return self._surplus() + (self.largest - self.positive)
+
     def total(self) -> Tensor:
         """See RowLoss."""
-        return self.coefficient * (self._surplus() + (self.largest - self.positive)).sum()
+        losses = self._losses()
+        if self.focal_gamma:
+            losses = losses * (-torch.expm1(-losses)) ** self.focal_gamma
+        return self.coefficient * losses.sum()
 
     def _log_sum(self) -> Tensor:
         return self._surplus() + self.largest
 
-    def grad_of_logits(self, logits: Tensor, out: Tensor) -> Tensor:
+    def _coefficients(self) -> Tensor | None:
+        """[n] d(total)/d(loss of the row), where that is not the same for all."""
+        if not self.focal_gamma:
+            return None
+        losses = self._losses()
+        rest = -torch.expm1(-losses)
+        # d/dl of rest^g * l; l / rest is 1 in the limit of l = 0.
+        ratio = torch.where(rest > 0, losses / rest, torch.ones_like(rest))
+        return self.coefficient * rest**self.focal_gamma * (1 + self.focal_gamma * (1 - rest) * ratio)
+
+    def grad_of_logits(self, logits: Tensor, out: Tensor, _target: Tensor | None = None) -> Tensor:
         """See RowLoss."""
         # coefficient * softmax = exp(logit - log_sum + log(coefficient)): one subtraction and one exp over the tile.
-        shift = self._log_sum() - math.log(self.coefficient)
+        coefficients = self._coefficients()
+        log = math.log(self.coefficient) if coefficients is None else torch.log(coefficients)
+        shift = self._log_sum() - log
+        logits = logits if self.stretch is None else torch.mul(logits, self.stretch, out=out)
         return torch.sub(logits, shift[:, None], out=out).exp_()
 
-    def grad_of_explicit_logits(self, logits: Tensor, row: Tensor) -> Tensor:
+    def grad_of_explicit_logits(self, logits: Tensor, row: Tensor, _target: Tensor | None = None) -> Tensor:
         """See RowLoss."""
-        return self.coefficient * torch.exp(logits - self._log_sum()[row])
+        coefficients = self._coefficients()
+        by_pair = self.coefficient if coefficients is None else coefficients[row]
+        logits = logits if self.stretch is None else logits * self.stretch
+        return by_pair * torch.exp(logits - self._log_sum()[row])
 
     def grad_of_positive_logit(self) -> Tensor:
         """See RowLoss."""
         # coefficient * (softmax - 1); expm1 avoids the cancellation where the softmax is near 1.
-        return self.coefficient * torch.expm1(self.positive - self._log_sum())
+        coefficients = self._coefficients()
+        by_row = self.coefficient if coefficients is None else coefficients
+        return by_row * torch.expm1(self.positive - self._log_sum())
 
 
 class Sigmoid(RowLoss):
     """Sum of -log sigmoid(logit + bias) of the own pair and -log sigmoid(-(logit + bias)) of every candidate."""
 
-    def __init__(self, positive: Tensor, coefficient: float, bias: Tensor | None) -> None:
-        super().__init__(positive, coefficient, bias)
+    def __init__(self, positive: Tensor, coefficient: float, bias: Tensor | None, target: Tensor | None = None) -> None:
+        super().__init__(positive, coefficient, bias, target)
         self.shift = positive.new_zeros(()) if bias is None else bias
         self.sum = _softplus(-(positive + self.shift)).sum()
 
-    def add(self, logits: Tensor, scratch: Tensor) -> None:
+    def add(self, logits: Tensor, scratch: Tensor, _target: Tensor | None = None) -> None:
         """See RowLoss."""
         torch.add(logits, self.shift, out=scratch)
         self.sum = self.sum + _softplus(scratch).sum()
 
-    def add_explicit(self, logits: Tensor, _row: Tensor) -> None:
+    def add_explicit(self, logits: Tensor, _row: Tensor, _target: Tensor | None = None) -> None:
         """See RowLoss."""
         self.sum = self.sum + _softplus(logits + self.shift).sum()
 
@@ -126,11 +170,11 @@ class Sigmoid(RowLoss):
         """See RowLoss."""
         return self.coefficient * self.sum
 
-    def grad_of_logits(self, logits: Tensor, out: Tensor) -> Tensor:
+    def grad_of_logits(self, logits: Tensor, out: Tensor, _target: Tensor | None = None) -> Tensor:
         """See RowLoss."""
         return torch.add(logits, self.shift, out=out).sigmoid_().mul_(self.coefficient)
 
-    def grad_of_explicit_logits(self, logits: Tensor, _row: Tensor) -> Tensor:
+    def grad_of_explicit_logits(self, logits: Tensor, _row: Tensor, _target: Tensor | None = None) -> Tensor:
         """See RowLoss."""
         return self.coefficient * torch.sigmoid(logits + self.shift)
 

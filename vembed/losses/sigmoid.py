@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vembed.config.schema import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, TrainConfig
 from vembed.losses.batch import LossBatch
 from vembed.losses.candidates import find_candidates
+from vembed.losses.infonce import guide_for
 from vembed.losses.matryoshka import arithmetic_dtype
 from vembed.losses.rows import Sigmoid
 from vembed.losses.temperature import ScoredLoss
@@ -52,6 +53,7 @@ class SigmoidLoss(ScoredLoss):
             coefficients=(1.0 / max(1, batch.num_rows),),
             margin=self.config.false_negative_margin,
             tiling=self.tiling,
+            guide=guide_for(batch, self.config),
         )
         dtype = arithmetic_dtype(embeddings)
         scale = self.log_scale.to(embeddings.device, dtype).exp()

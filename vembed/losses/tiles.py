@@ -8,7 +8,7 @@ twice. The forward pass computes the gradient; `backward` only multiplies it by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from vembed.losses.candidates import Anchor, Candidates, ExplicitPairs, ScoreBlock
 from vembed.losses.matryoshka import PrefixTable, Similarity, arithmetic_dtype
 from vembed.losses.rows import LEFT_OUT, RowLoss
+from vembed.losses.targets import Guide, TeacherVectors
 
 MEBIBYTE = 2**20
 
@@ -47,12 +48,17 @@ class Scoring:
 
     candidates: Candidates
     similarity: Similarity
-    row_loss: type[RowLoss]
+    row_loss: Callable[[Tensor, float, Tensor | None, Tensor | None], RowLoss]
+    """Makes the losses of a block from the own pairs' logits, a coefficient, the bias, and the own pairs' targets."""
     coefficients: tuple[float, ...]
     """Factor of each direction (forward, reverse)."""
     margin: float | None
     """Leave out candidates whose score exceeds the own pair's by more than this; None: keep all."""
     tiling: Tiling | None
+    guide: Guide | None = None
+    """Leave out candidates that this teacher finds too good."""
+    teacher: TeacherVectors | None = None
+    """Whose scores are the targets of the row losses."""
 
 
 def tiled_loss(embeddings: Tensor, scoring: Scoring, scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -104,6 +110,41 @@ class _Tile:
     """The same columns, counted from the score block's first column."""
     logits: Tensor
     """[K, n, t]"""
+    target: Tensor | None
+    """[n, t] the teacher's scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Explicit:
+    """Single pairs of a block."""
+
+    pairs: ExplicitPairs
+    scores: Tensor
+    """[K, P]"""
+    row: Tensor
+    """[P] counted from the block's first row."""
+    anchor: Tensor
+    """[P] position in the table."""
+    position: Tensor
+    """[P] the same of the other side."""
+    target: Tensor | None
+    """[P] the teacher's scores."""
+
+
+class _TeacherTable:
+    """A teacher's vectors by the positions of the candidates' table."""
+
+    def __init__(self, vectors: TeacherVectors, occurrence: Tensor, like: Tensor) -> None:
+        self.vectors = vectors.vectors.to(like.device, like.dtype)
+        self.index = vectors.occurrences()[occurrence]
+
+    def rows(self, positions: slice | Tensor) -> Tensor:
+        """[n, E] vectors."""
+        return self.vectors[self.index[positions]]
+
+    def pair_scores(self, left: slice | Tensor, right: slice | Tensor) -> Tensor:
+        """[n] scores of pairs."""
+        return (self.rows(left) * self.rows(right)).sum(1)
 
 
 class _Blocks:
@@ -123,7 +164,12 @@ class _Blocks:
         self.num_columns = sum(
             score_block.columns.stop - score_block.columns.start for score_block in candidates.score_blocks
         )
-        self.tiling = scoring.tiling or Tiling.for_scores(self.num_columns * self.num_sizes, embeddings)
+        self.guide, self.teacher = (
+            None if one is None else _TeacherTable(one, candidates.occurrence, self.table.x)
+            for one in (scoring.guide.vectors if scoring.guide else None, scoring.teacher)
+        )
+        self.num_matrices = self.num_sizes + (self.teacher is not None)
+        self.tiling = scoring.tiling or Tiling.for_scores(self.num_columns * self.num_matrices, embeddings)
         self.loss, self.d_scale, self.d_bias = (self.table.x.new_zeros(()) for _ in range(3))
 
     def run(self) -> None:
@@ -133,7 +179,7 @@ class _Blocks:
         tile = min(self.tiling.columns, max(1, self.num_columns))
         # Buffers are allocated once and reused by every block. Without gradients no logits are read again, so all tiles
         # share the buffer of one tile.
-        room = block * (self.num_columns if self.with_gradient else tile) * self.num_sizes
+        room = block * (self.num_columns if self.with_gradient else tile) * self.num_matrices
         self.logits_room = self.table.x.new_empty(room)
         self.scratch_room = self.table.x.new_empty(2, block * tile)
         for start in range(0, num_rows, max(1, block)):
@@ -149,10 +195,11 @@ class _Blocks:
         for score_block in self.candidates.score_blocks:
             for start in range(score_block.columns.start, score_block.columns.stop, self.tiling.columns):
                 stop = min(start + self.tiling.columns, score_block.columns.stop)
-                size = self.num_sizes * num_rows * (stop - start)
-                logits = self.logits_room[offset : offset + size].view(self.num_sizes, num_rows, stop - start)
+                size = self.num_matrices * num_rows * (stop - start)
+                room = self.logits_room[offset : offset + size].view(self.num_matrices, num_rows, stop - start)
                 within = slice(start - score_block.columns.start, stop - score_block.columns.start)
-                yield _Tile(score_block, slice(start, stop), within, logits)
+                target = None if self.teacher is None else room[-1]
+                yield _Tile(score_block, slice(start, stop), within, room[: self.num_sizes], target)
                 offset += size if self.with_gradient else 0
 
     def _scratch(self, number: int, like: Tensor) -> Tensor:
@@ -164,22 +211,27 @@ class _Blocks:
         # The own pairs first: they start the online softmax and define the margin's ceiling. [K, n]
         own_scores = table.pair_scores(*own)
         own_logits = own_scores * self.scale
+        targets = None if self.teacher is None else self.teacher.pair_scores(*own)
         losses = [
-            [self.scoring.row_loss(logits, weight * factor, self.bias) for factor in self.scoring.coefficients]
+            [self.scoring.row_loss(logits, weight * factor, self.bias, targets) for factor in self.scoring.coefficients]
             for logits, weight in zip(own_logits, self.scoring.similarity.weights, strict=True)
         ]
         ceilings = self._ceilings(own_scores)
+        guide_ceilings = None
+        if self.guide is not None and self.scoring.guide is not None:
+            guide_ceilings = self.scoring.guide.ceilings(self.guide.pair_scores(*own))
         # Scale the n anchors [n, d] rather than the n * N scores.
         scaled = {anchor: table.x[self._positions(anchor, rows)] * self.scale for anchor in self._anchors()}
 
-        explicit = [self._given(pairs, rows, ceilings) for pairs in self.candidates.explicit]
-        for pairs, scores, row, _ in explicit:
+        explicit = [self._explicit(pairs, rows, ceilings, guide_ceilings) for pairs in self.candidates.explicit]
+        for one in explicit:
             for k in range(self.num_sizes):
-                losses[k][pairs.direction].add_explicit(scores[k] * self.scale, row)
+                losses[k][one.pairs.direction].add_explicit(one.scores[k] * self.scale, one.row, one.target)
         # First pass: every tile's logits go into the row sums. They must be complete before any derivative is known.
         tiles = []
         for tile in self._tiles(num_rows):
-            self._score(tile, rows, scaled[tile.score_block.anchor], ceilings, losses)
+            left_out = self._left_out(tile, rows, guide_ceilings)
+            self._score(tile, rows, scaled[tile.score_block.anchor], ceilings, left_out, losses)
             tiles.append(tile)
         self.loss += _sum([loss.total() for by_direction in losses for loss in by_direction])
         if not self.with_gradient:
@@ -188,14 +240,12 @@ class _Blocks:
         # Second pass: gradients with respect to the logits, of own pairs, explicit pairs and tiles.
         d_own = torch.stack([_sum([loss.grad_of_positive_logit() for loss in by_direction]) for by_direction in losses])
         self._take_in_pairs(*own, own_scores, d_own)
-        for pairs, scores, row, position in explicit:
-            by_size = [by_direction[pairs.direction] for by_direction in losses]
+        for one in explicit:
             weights = [
-                loss.grad_of_explicit_logits(score * self.scale, row)
-                for loss, score in zip(by_size, scores, strict=True)
+                by_direction[one.pairs.direction].grad_of_explicit_logits(score * self.scale, one.row, one.target)
+                for by_direction, score in zip(losses, one.scores, strict=True)
             ]
-            anchors = self._positions(pairs.anchor, rows).start + row
-            self._take_in_pairs(anchors, position, scores, torch.stack(weights))
+            self._take_in_pairs(one.anchor, one.position, one.scores, torch.stack(weights))
         d_scaled = {anchor: torch.zeros_like(x) for anchor, x in scaled.items()}
         for tile in tiles:
             self._differentiate(tile, rows, scaled[tile.score_block.anchor], d_scaled[tile.score_block.anchor], losses)
@@ -217,24 +267,44 @@ class _Blocks:
         ceilings = own_scores + self.scoring.margin
         return (ceilings + rounding * ceilings.abs().clamp(min=1.0)) * self.scale
 
-    def _given(
-        self, pairs: ExplicitPairs, rows: slice, ceilings: Tensor | None
-    ) -> tuple[ExplicitPairs, Tensor, Tensor, Tensor]:
-        """Return explicit pairs of a block: scores [K, P], rows counted from its first, positions in the table."""
+    def _explicit(
+        self, pairs: ExplicitPairs, rows: slice, ceilings: Tensor | None, guide_ceilings: Tensor | None
+    ) -> _Explicit:
         first, last = (int(torch.searchsorted(pairs.row, bound)) for bound in (rows.start, rows.stop))
         row, position = pairs.row[first:last] - rows.start, pairs.position[first:last]
-        scores = self.table.pair_scores(self._positions(pairs.anchor, rows).start + row, position)
+        anchor = self._positions(pairs.anchor, rows).start + row
+        scores = self.table.pair_scores(anchor, position)
         if ceilings is not None:
             scores.masked_fill_(scores * self.scale > ceilings[:, row], LEFT_OUT)
-        return pairs, scores, row, position
+        if self.guide is not None and guide_ceilings is not None:
+            scores.masked_fill_(self.guide.pair_scores(anchor, position) > guide_ceilings[row], LEFT_OUT)
+        target = None if self.teacher is None else self.teacher.pair_scores(anchor, position)
+        return _Explicit(pairs, scores, row, anchor, position, target)
+
+    def _left_out(self, tile: _Tile, rows: slice, guide_ceilings: Tensor | None) -> list[Tensor]:
+        """Masks [n, t] of what no size counts; and the teacher's scores of the tile, where they are asked for."""
+        masks = [rule.mask(rows, tile.within) for rule in tile.score_block.exclusion_masks]
+        anchors = self._positions(tile.score_block.anchor, rows)
+        if self.guide is not None and guide_ceilings is not None:
+            found = self._scratch(0, tile.logits[0])
+            torch.mm(self.guide.rows(anchors), self.guide.rows(tile.columns).T, out=found)
+            masks.append(found > guide_ceilings[:, None])
+        if self.teacher is not None and tile.target is not None:
+            torch.mm(self.teacher.rows(anchors), self.teacher.rows(tile.columns).T, out=tile.target)
+        return masks
 
     def _score(
-        self, tile: _Tile, rows: slice, scaled: Tensor, ceilings: Tensor | None, losses: list[list[RowLoss]]
+        self,
+        tile: _Tile,
+        rows: slice,
+        scaled: Tensor,
+        ceilings: Tensor | None,
+        left_out: list[Tensor],
+        losses: list[list[RowLoss]],
     ) -> None:
         """Compute a tile's logits, from the smallest size to the largest, and add them to the row losses."""
         # The last size's buffer accumulates the raw products: each size costs its additional coordinates only. Masks
         # are written after that size's copy was taken; at the last size no product follows that they could spoil.
-        left_out = [rule.mask(rows, tile.within) for rule in tile.score_block.exclusion_masks]
         columns, products = self.table.x[tile.columns], tile.logits[-1]
         for k, part in enumerate(self.scoring.similarity.parts):
             logits = tile.logits[k]
@@ -248,7 +318,7 @@ class _Blocks:
                 logits.masked_fill_(mask, LEFT_OUT)
             if ceilings is not None:
                 logits.masked_fill_(logits > ceilings[k, :, None], LEFT_OUT)
-            losses[k][tile.score_block.direction].add(logits, self._scratch(0, logits))
+            losses[k][tile.score_block.direction].add(logits, self._scratch(0, logits), tile.target)
 
     def _with_prefix_scales(self, source: Tensor, k: int, tile: _Tile, rows: slice, out: Tensor) -> Tensor:
         """Multiply `source` by the prefix scales of rows and columns at size k and write the result to `out`."""
@@ -274,10 +344,10 @@ class _Blocks:
             logits, loss = tile.logits[k], losses[k][tile.score_block.direction]
             if k == self.num_sizes - 1:
                 # The largest size's logits are not needed again: overwrite them in place.
-                loss.grad_of_logits(logits, out=logits)
+                loss.grad_of_logits(logits, logits, tile.target)
                 self._count_bias(logits)
             else:
-                weights = loss.grad_of_logits(logits, out=self._scratch(0, logits))
+                weights = loss.grad_of_logits(logits, self._scratch(0, logits), tile.target)
                 self._count_bias(weights)
                 if table.prefix_scales is not None:
                     # logits * dL/d(logits) = score * dL/d(score), the terms of the gradient of the norm.

@@ -1,0 +1,107 @@
+"""Terms of a run's loss, and the teachers that they name: derived from the options, without torch."""
+
+from __future__ import annotations
+
+from vembed.config.schema import LossTerm, Teacher, TrainConfig
+
+SCORES = "scores"
+"""Name of the teacher whose scores are in the data."""
+FOLLOWS_TEACHER = frozenset({"kl", "margin_mse", "score_mse", "embedding", "relational"})
+"""Losses without a meaning of their own: they need a teacher."""
+MAY_FOLLOW_TEACHER = FOLLOWS_TEACHER | {"listwise", "ranknet"}
+NEEDS_VECTORS = frozenset({"embedding", "relational"})
+GUIDED = frozenset({"infonce", "sigmoid"})
+
+
+def loss_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
+    """Return each term's weight and the config of a run that had this term as its only loss."""
+    if config.losses is None:
+        return [(1.0, config)]
+    return [(term.weight, with_term(config, term)) for term in config.losses]
+
+
+def with_term(config: TrainConfig, term: LossTerm) -> TrainConfig:
+    """Return the config with one term's own options in place of the run's."""
+    own = {name: value for name, value in dict(term).items() if name != "weight" and value is not None}
+    return config.model_copy(update={**own, "losses": None})
+
+
+def listed_teachers(config: TrainConfig) -> list[Teacher]:
+    """Return the entries of `teachers`."""
+    return [Teacher(model=one) if isinstance(one, str) else one for one in config.teachers or []]
+
+
+def followed_teacher(config: TrainConfig) -> str | None:
+    """Return the name of the teacher that the loss of a single-term config follows."""
+    if config.loss not in MAY_FOLLOW_TEACHER:
+        return None
+    if config.teacher is not None:
+        return _label(config, config.teacher)
+    listed = listed_teachers(config)
+    if config.loss not in FOLLOWS_TEACHER:  # graded scores of the data are what these losses are made for
+        return None
+    return listed[0].label if listed else None
+
+
+def guide_of(config: TrainConfig) -> str | None:
+    """Return the name of the guide of a single-term config."""
+    if config.loss not in GUIDED or config.guide is None:
+        return None
+    return _label(config, config.guide)
+
+
+def needed_teachers(config: TrainConfig) -> list[Teacher]:
+    """Return the models that the terms' losses follow or are guided by, each once, in the order of their terms."""
+    by_label = {one.label: one for one in listed_teachers(config)}
+    found: dict[str, Teacher] = {}
+    for _, term in loss_terms(config):
+        for name in (followed_teacher(term), guide_of(term)):
+            if name is not None and name != SCORES:
+                found[name] = by_label.get(name) or Teacher(model=name)
+    return list(found.values())
+
+
+def _label(config: TrainConfig, name: str) -> str:
+    """The label of a teacher that may be named by its model too."""
+    for one in listed_teachers(config):
+        if name in (one.label, one.model):
+            return one.label
+    return name
+
+
+def losses_of(config: TrainConfig) -> tuple[str, ...]:
+    """Return the names of the run's losses."""
+    return tuple(dict.fromkeys(term.loss for _, term in loss_terms(config)))
+
+
+def takes_vectors(term: TrainConfig) -> bool:
+    """Return whether the loss of a single-term config needs the vectors of its teacher, not only scores of pairs."""
+    return term.loss in NEEDS_VECTORS or (term.loss == "kl" and term.distill_candidates == "batch")
+
+
+_CANDIDATES = frozenset(
+    {
+        "mask_duplicates", "hard_negatives_scope", "negatives_from", "query_query_negatives",
+        "document_document_negatives", "false_negative_margin", "guide", "guide_margin", "guide_margin_kind",
+        "max_negatives", "temperature",
+    }
+)  # fmt: skip
+_LISTED = frozenset({"teacher", "mask_duplicates", "max_negatives"})
+_SOFTMAX = _LISTED | {"temperature", "learn_temperature", "teacher_temperature"}
+READS: dict[str, frozenset[str]] = {
+    "infonce": _CANDIDATES | {"learn_temperature", "bidirectional", "hardness_alpha", "focal_gamma", "mix_negatives"},
+    "sigmoid": _CANDIDATES,
+    "cosent": frozenset({"temperature", "learn_temperature"}),
+    "cosine": frozenset(),
+    "triplet": frozenset({"triplet_margin", "mask_duplicates", "max_negatives"}),
+    "kl": _SOFTMAX | {"distill_candidates", "hard_negatives_scope", "negatives_from"},
+    "margin_mse": _LISTED,
+    "score_mse": _SOFTMAX,
+    "embedding": frozenset({"teacher", "max_negatives"}),
+    "relational": frozenset({"teacher", "max_negatives"}),
+    "spread_out": frozenset({"mask_duplicates"}),
+    "listwise": _SOFTMAX,
+    "ranknet": _SOFTMAX - {"teacher_temperature"},
+}
+"""Options of the loss that each loss looks at."""
+LOSS_OPTIONS = frozenset().union(*READS.values())
