@@ -9,6 +9,7 @@ __all__ = [
     "Embedder",
     "UserError",
     "__version__",
+    "edit",
     "evaluate",
     "fsdp_empty_cache",
     "fsdp_print_memory_usage",
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
     from vembed.evaluation.scores import evaluate
     from vembed.inference.embedder import Embedder
     from vembed.training.run import train
+    from vembed.weights.edit import edit
     from vembed.weights.merge import merge
 
 _HOME = {
     "Embedder": "vembed.inference.embedder",
     "UserError": "vembed.errors",
+    "edit": "vembed.weights.edit",
     "evaluate": "vembed.evaluation.scores",
     "fsdp_empty_cache": "vembed.distributed.memory",
     "fsdp_print_memory_usage": "vembed.distributed.memory",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vembed.errors import RunError, Stopped, UserError
+from vembed import cli_weights
+from vembed.cli_support import Nproc, Shards, TrustRemoteCode, guarded
+from vembed.cli_support import end as _end
+from vembed.cli_support import numbers as _numbers
+from vembed.cli_support import option as _option
+from vembed.cli_support import share as _share
+from vembed.cli_support import word as _word
 
 if TYPE_CHECKING:
     from vembed.config.arguments import TrainArguments
@@ -27,35 +31,11 @@ WORDS_ARE_OURS = {"ignore_unknown_options": True, "allow_extra_args": True, "hel
 """Settings of verbs that parse their arguments themselves, because every option of the config is a flag."""
 
 Words = Annotated[list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")]
-Nproc = Annotated[int, typer.Option("--nproc", min=1, help="Processes on this machine that share the work.")]
-Shards = Annotated[
-    str, typer.Option("--strategy", help="ddp: a copy of the model per process; fsdp: a shard, for large ones; auto.")
-]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that the model brings along.")
-]
 
 
 def main() -> None:
     """Run the command."""
     app()
-
-
-def guarded(function: Callable[[], int | None]) -> int:
-    """Call a function and return the exit code. A UserError is printed as a message; a bug keeps its traceback."""
-    try:
-        return function() or 0
-    except UserError as error:
-        return _say_error(error, 2)
-    except RunError as error:
-        return _say_error(error, 1)
-    except Stopped as stopped:
-        if os.environ.get("RANK", "0") == "0":  # all ranks stop together, for one reason
-            _say(f"{stopped}\n")
-        return stopped.exit_code
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
 
 
 def run_process(verb: str, words: Sequence[str]) -> int:
@@ -183,35 +163,9 @@ def encode(
     _end(call)
 
 
-@app.command()
-def score(
-    ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="A model folder or a Hub name.")],
-    pairs: Annotated[str, typer.Argument(help="A file of pairs, as training reads it.")],
-    output: Annotated[str, typer.Option("--output", "-o", help="NAME.npy or NAME.jsonl; - is standard output.")] = "-",
-    column_mapping: Annotated[str, typer.Option(help="As the option of that name: {question: query}.")] = "",
-    image_root: Annotated[str | None, typer.Option(help="Where relative image paths start, and must stay.")] = None,
-    torch_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    strategy: Shards = "ddp",
-    nproc: Nproc = 1,
-) -> None:
-    """Similarities of given pairs, in the order of the file: of each query with its positives, then its negatives."""
-
-    def call() -> int | None:
-        options: dict[str, Any] = {
-            "column_mapping": _option("column_mapping", column_mapping) if column_mapping else None,
-            "torch_dtype": _option("torch_dtype", torch_dtype),
-            "strategy": _word("--strategy", strategy, ("auto", "ddp", "fsdp")),
-        }
-        if (code := _share(ctx, nproc)) is not None:
-            return code
-        from vembed.tools.score import run_score
-
-        run_score(model, pairs, output, image_root=image_root, trust_remote_code=trust_remote_code, **options)
-        return 0
-
-    _end(call)
+app.command()(cli_weights.score)
+app.command()(cli_weights.merge)
+app.command()(cli_weights.edit)
 
 
 @app.command()
@@ -273,53 +227,6 @@ def export(
 
         path = run_export(model, output, merge=merge)
         sys.stdout.write(f"wrote {path}\n")
-
-    _end(call)
-
-
-@app.command()
-def merge(
-    ctx: typer.Context,
-    models: Annotated[
-        list[str], typer.Argument(metavar="MODEL ...", help="Folders, Hub names, adapters, checkpoints or runs.")
-    ],
-    output: Annotated[str, typer.Option("--output", "-o", help="A new folder.")],
-    method: Annotated[str, typer.Option(help="mean, weighted, slerp, task_arithmetic, ties, dare or soup.")] = "mean",
-    weights: Annotated[str, typer.Option(help="One number for each model, as 0.7,0.3.")] = "",
-    base: Annotated[str | None, typer.Option(help="What differences are taken from. Default: what all share.")] = None,
-    of: Annotated[str, typer.Option(help="slerp: of the weights or of the differences from the base.")] = "auto",
-    density: Annotated[float, typer.Option(min=0.0, max=1.0, help="ties, dare: the share that is kept.")] = 0.2,
-    scale: Annotated[float, typer.Option(help="task_arithmetic, ties, dare: factor of the difference.")] = 1.0,
-    interpolate: Annotated[float, typer.Option(help="1: the merged model; 0: back at the base.")] = 1.0,
-    last: Annotated[int | None, typer.Option(min=1, help="Of a run: its last so many checkpoints.")] = None,
-    sweep: Annotated[str, typer.Option(help="Evaluate a line of weights, as 0,0.25,0.5,0.75,1; keep the best.")] = "",
-    data: Annotated[str | None, typer.Option(help="Evaluation data, for soup and --sweep.")] = None,
-    metric: Annotated[str, typer.Option(help="What decides. Default: nDCG@10 or Spearman.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    seed: Annotated[int, typer.Option(help="dare: what its draws depend on.")] = 42,
-    nproc: Nproc = 1,
-) -> None:
-    """Merge models of one architecture into one: means, slerp, task arithmetic, TIES, DARE, greedy soups."""
-
-    def call() -> int | None:
-        options: dict[str, Any] = {
-            "method": _word(
-                "--method", method, ("mean", "weighted", "slerp", "task_arithmetic", "ties", "dare", "soup")
-            ),
-            "weights": _floats("--weights", weights) or None,
-            "of": _word("--of", of, ("auto", "weights", "differences")),
-            "sweep_points": _floats("--sweep", sweep) or None,
-            "dtype": _word("--dtype", dtype, ("auto", "float32", "bfloat16", "float16")),
-        }
-        if (code := _share(ctx, nproc)) is not None:
-            return code
-        from vembed.tools.merge import run_merge
-
-        run_merge(
-            models, output, base=base, density=density, scale=scale, interpolate=interpolate, last=last,
-            data=data, metric=metric, seed=seed, **options,
-        )  # fmt: skip
-        return 0
 
     _end(call)
 
@@ -423,61 +330,3 @@ def _arguments(verb: str, about: str | None, words: Sequence[str]) -> TrainArgum
         sys.stdout.write(f"Usage: vembed {verb} CFG [KEY=VALUE | --OPTION VALUE] ...\n\n{about}\n")
         raise typer.Exit(0)
     return parse_train_arguments(words)
-
-
-def _end(function: Callable[[], int | None]) -> NoReturn:
-    raise typer.Exit(guarded(function))
-
-
-def _say_error(error: Exception, code: int) -> int:
-    _say(f"error: {error}\n")
-    return code
-
-
-def _say(text: str) -> None:
-    """Write to stderr. A closed terminal is ignored: the exit code carries the result too."""
-    with suppress(OSError):
-        sys.stderr.write(text)
-        sys.stderr.flush()
-
-
-def _share(ctx: typer.Context, nproc: int) -> int | None:
-    """Start the same command on several processes and return its exit code; None inside such a process."""
-    if nproc == 1 or os.environ.get("LOCAL_RANK"):
-        return None
-    from vembed.distributed.launch import rank_environments, run_ranks
-
-    verb = ctx.info_name or ""
-    words = sys.argv[sys.argv.index(verb) :] if verb in sys.argv else [verb, *sys.argv[1:]]
-    return run_ranks([sys.executable, "-m", "vembed", *words], rank_environments(nproc))
-
-
-def _numbers(flag: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise UserError(f"{flag} {text}: give whole numbers, as 256,128") from None
-
-
-def _floats(flag: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise UserError(f"{flag} {text}: give numbers, as 0.7,0.3") from None
-
-
-def _word(flag: str, word: str, words: Sequence[str]) -> Any:
-    if word not in words:
-        raise UserError(f"{flag} {word}: give one of {', '.join(words)}")
-    return word
-
-
-def _option(name: str, text: str) -> Any:
-    """Parse a value like the config option of that name."""
-    from vembed.config.options import checked
-    from vembed.config.spelling import from_text, normalise
-
-    try:
-        return checked(name, normalise(name, from_text(name, text)))
-    except ValueError as error:
-        raise UserError(str(error)) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -261,15 +261,37 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
 
 def edit_weight(model: nn.Module, name: str, edit: Callable[[Tensor], Tensor]) -> None:
     """Replace one parameter by `edit(parameter)` under every strategy. Collective."""
+    edit_weights(model, {name: edit})
+
+
+def edit_weights(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+    """Replace each named parameter by `edit(parameter)` under every strategy. Collective.
+
+    At most one parameter (FSDP1: the model) is gathered at a time.
+    """
     with torch.no_grad(), _gathered_by_fsdp1(model, write=True):
         found = {plain_name(one): parameter for one, parameter in model.named_parameters(remove_duplicate=False)}
-        if name not in found:
-            raise KeyError(f"the model has no parameter {name!r}")
-        parameter = found[name]
-        edited = edit(_whole(parameter))
-        if isinstance(parameter, DTensor):
-            edited = distribute_tensor(edited, parameter.device_mesh, parameter.placements).to_local()
-        _local(parameter).copy_(edited)
+        for name, edit in edits.items():
+            if name not in found:
+                raise KeyError(f"the model has no parameter {name!r}")
+            parameter = found[name]
+            edited = edit(_whole(parameter))
+            if isinstance(parameter, DTensor):
+                edited = distribute_tensor(edited, parameter.device_mesh, parameter.placements).to_local()
+            _local(parameter).copy_(edited)
+
+
+def copy_local_shards(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of what this rank holds of each parameter, for `restore_local_shards`."""
+    return {name: _local(one).detach().clone() for name, one in model.named_parameters()}
+
+
+def restore_local_shards(model: nn.Module, shards: Mapping[str, Tensor]) -> None:
+    """Put copied shards back in place."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in shards:
+                _local(parameter).copy_(shards[name])
 
 
 def plain_name(name: str) -> str:

@@ -62,6 +62,7 @@ class Embedder:
         )
         self.description = model.description
         self.backbone = model.backbone
+        self.head = model.head
         self.session = session
         self.model: nn.Module = model
         """Maps inputs to embeddings; with shards, what the session made of it."""

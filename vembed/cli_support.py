@@ -1,0 +1,100 @@
+"""What the verbs of the `vembed` command share: exit codes, processes, and the reading of flags."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from vembed.errors import RunError, Stopped, UserError
+
+Nproc = Annotated[int, typer.Option("--nproc", min=1, help="Processes on this machine that share the work.")]
+Shards = Annotated[
+    str, typer.Option("--strategy", help="ddp: a copy of the model per process; fsdp: a shard, for large ones; auto.")
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that the model brings along.")
+]
+
+
+def guarded(function: Callable[[], int | None]) -> int:
+    """Call a function and return the exit code. A UserError is printed as a message; a bug keeps its traceback."""
+    try:
+        return function() or 0
+    except UserError as error:
+        return _say_error(error, 2)
+    except RunError as error:
+        return _say_error(error, 1)
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":  # all ranks stop together, for one reason
+            _say(f"{stopped}\n")
+        return stopped.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+
+
+def end(function: Callable[[], int | None]) -> NoReturn:
+    """Call a verb and exit with its code."""
+    raise typer.Exit(guarded(function))
+
+
+def _say_error(error: Exception, code: int) -> int:
+    _say(f"error: {error}\n")
+    return code
+
+
+def _say(text: str) -> None:
+    """Write to stderr. A closed terminal is ignored: the exit code carries the result too."""
+    with suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def share(ctx: typer.Context, nproc: int) -> int | None:
+    """Start the same command on several processes and return its exit code; None inside such a process."""
+    if nproc == 1 or os.environ.get("LOCAL_RANK"):
+        return None
+    from vembed.distributed.launch import rank_environments, run_ranks
+
+    verb = ctx.info_name or ""
+    words = sys.argv[sys.argv.index(verb) :] if verb in sys.argv else [verb, *sys.argv[1:]]
+    return run_ranks([sys.executable, "-m", "vembed", *words], rank_environments(nproc))
+
+
+def numbers(flag: str, text: str) -> list[int]:
+    """Return whole numbers from a list with commas."""
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise UserError(f"{flag} {text}: give whole numbers, as 256,128") from None
+
+
+def floats(flag: str, text: str) -> list[float]:
+    """Return numbers from a list with commas."""
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise UserError(f"{flag} {text}: give numbers, as 0.7,0.3") from None
+
+
+def word(flag: str, given: str, words: Sequence[str]) -> Any:
+    """Return a word that is one of several."""
+    if given not in words:
+        raise UserError(f"{flag} {given}: give one of {', '.join(words)}")
+    return given
+
+
+def option(name: str, text: str) -> Any:
+    """Parse a value like the config option of that name."""
+    from vembed.config.options import checked
+    from vembed.config.spelling import from_text, normalise
+
+    try:
+        return checked(name, normalise(name, from_text(name, text)))
+    except ValueError as error:
+        raise UserError(str(error)) from None
