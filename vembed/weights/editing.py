@@ -16,11 +16,11 @@ from vembed.data.examples import Item, Kind
 from vembed.distributed import collectives
 from vembed.distributed.parameters import copy_local_shards, edit_weights, full_state_dict, restore_local_shards
 from vembed.evaluation.dataset import EvalData, RetrievalData
-from vembed.inference.embedder import Embedder
 from vembed.evaluation.scores import evaluate
+from vembed.inference.embedder import Embedder
+from vembed.models.heads import Dense, Head
 from vembed.saving.card import Card
 from vembed.saving.files import save_model
-from vembed.models.heads import Dense, Head
 from vembed.weights.directions import Direction, directions, erasure, linear_probe, projection
 from vembed.weights.writers import Writer, writers_of
 

@@ -1,0 +1,175 @@
+"""`vembed edit` and `vembed.edit`: what tells two sets of texts apart is taken out, on one process and on shards."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import vembed
+from tests.harness import run_ranks
+from tests.tiny import shared, tiny_clip, tiny_distilbert, tiny_qwen3_st
+from tests.weights.bilingual import bilingual_model, bilingual_texts
+from vembed import Embedder, UserError
+from vembed.cli import app
+from vembed.config.schema import TrainConfig
+from vembed.distributed.session import start_session
+from vembed.weights.directions import directions, erasure, linear_probe, projection
+from vembed.weights.edit import edit, pareto_front
+from vembed.weights.writers import writers_of
+
+COUNT = 200
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return bilingual_model(tmp_path_factory.mktemp("bilingual") / "model")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for name, texts in zip(("one.txt", "two.txt"), bilingual_texts(COUNT), strict=True):
+        (folder / name).write_text("\n".join(texts) + "\n")
+    return str(folder / "one.txt"), str(folder / "two.txt")
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------
+
+
+def test_directions_and_projection():
+    draw = np.random.default_rng(0)
+    step = draw.normal(size=8)
+    first = draw.normal(size=(100, 8))
+    second = first + 3 * step + 0.01 * draw.normal(size=(100, 8))
+    unit = step / np.linalg.norm(step)
+    for how in ("mean_difference", "principal"):
+        ((*found,),) = directions(first, second, how)
+        assert abs(np.array(found) @ unit) > 0.999
+    matrix, offset = projection(unit[None], 0.5)
+    np.testing.assert_allclose(first @ matrix.T + offset, first - 0.5 * np.outer(first @ unit, unit), atol=1e-12)
+    with pytest.raises(UserError, match="100 and 50 texts"):
+        directions(first, second[:50], "principal")
+    with pytest.raises(UserError, match="the same mean"):
+        directions(first, first, "mean_difference")
+
+
+def test_erasure_leaves_one_mean_and_nothing_to_a_linear_probe():
+    draw = np.random.default_rng(1)
+    mix = draw.normal(size=(8, 8))
+    first, second = draw.normal(size=(2000, 8)) @ mix, (draw.normal(size=(2000, 8)) + 1) @ mix
+    assert linear_probe((first[:1000], second[:1000]), (first[1000:], second[1000:])) > 0.9
+    matrix, offset = erasure(first, second, 1.0)
+    one, two = first @ matrix.T + offset, second @ matrix.T + offset
+    np.testing.assert_allclose(one.mean(axis=0), two.mean(axis=0), atol=0.05)
+    assert linear_probe((one[:1000], two[:1000]), (one[1000:], two[1000:])) < 0.55
+
+
+@pytest.mark.parametrize(("make", "in_a_layer"), [(tiny_distilbert, 2), (tiny_qwen3_st, 2), (tiny_clip, 2)])
+def test_writers_of_families(make, in_a_layer):
+    embedder = Embedder(shared(make), device="cpu")
+    found = writers_of(embedder.model, embedder.backbone, embedder.description)
+    layers = [one.layer for one in found]
+    assert layers[0] == 0
+    assert all(layers.count(layer) == in_a_layer for layer in set(layers) - {0})
+    names = dict(embedder.model.named_parameters())
+    width = embedder.hidden_states(["a cat"]).shape[-1]
+    assert all(names[f"{one.name}.weight"].shape[1 if one.by_rows else 0] == width for one in found)
+
+
+# ---- whole edits -----------------------------------------------------------------------------------------------
+
+
+def test_a_language_is_removed_and_texts_find_each_other_across_B18(model, files, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        app(["edit", str(model), *files, "-o", str(tmp_path / "out"), "--where", "both"])
+    assert end.value.code == 0
+    told = json.loads((tmp_path / "out" / "edit.json").read_text())
+    before, after = told["before"], told["after"]
+    assert before["probe"] > 0.95
+    assert after["probe"] < 0.6
+    assert after["across"] > before["across"] + 0.3
+    assert f"{after['probe']:.4f}" in capsys.readouterr().out
+    one, two = bilingual_texts(COUNT)
+    saved = Embedder(tmp_path / "out", device="cpu")
+    first, second = (saved.encode(texts[1::2]) for texts in (one, two))
+    similarities = first @ second.T
+    rank = (similarities > np.diag(similarities)[:, None]).sum(axis=1)
+    found = np.where(rank < 10, 1 / np.log2(rank + 2), 0)
+    assert found.mean() == pytest.approx(after["across"], abs=0.02)
+    from sentence_transformers import SentenceTransformer
+
+    theirs = SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(one[:5])
+    np.testing.assert_allclose(saved.encode(one[:5]), theirs, atol=1e-5)
+
+
+def test_the_weights_are_those_of_the_formula(model, files, tmp_path):
+    result = vembed.edit(model, tmp_path / "out", *files, strength=0.7, layers=[1], trials=0)
+    before, after = (load_file(one / "model.safetensors") for one in (model, result.model_dir))
+    one, two = bilingual_texts(COUNT)
+    states = Embedder(model, device="cpu").hidden_states([*one[0::2], *two[0::2]], [1], batch_size=1)[:, 0]
+    difference = states[: COUNT // 2].astype(np.float64).mean(axis=0) - states[COUNT // 2 :].mean(axis=0)
+    v = torch.from_numpy(difference / np.linalg.norm(difference))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    names = [f"encoder.layer.0.{end}.weight" for end in ("attention.output.dense", "output.dense")]
+    assert changed == set(names)  # the biases are zeros
+    for name in changed:
+        whole = before[name].double()
+        expected = whole - 0.7 * (torch.outer(v, v @ whole) if whole.ndim == 2 else v * (v @ whole))
+        torch.testing.assert_close(after[name].double(), expected, rtol=0, atol=1e-6)
+
+
+def _edit_on_a_rank(model, files, output, version):
+    options = {} if version is None else {"strategy": "fsdp", "fsdp_version": version}
+    config = TrainConfig(model_name=model, data_path=[], mixed_precision="no", **options)
+    with start_session(config) as session:
+        result = edit(model, output, *files, where="both", direction="principal", components=2, session=session)
+        return session.strategy, result.after
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_shards_are_edited_to_the_same_bits_B18(model, files, tmp_path, version):
+    alone = run_ranks(_edit_on_a_rank, 1, str(model), files, str(tmp_path / "one"), None, process_group=False)
+    ends = run_ranks(
+        _edit_on_a_rank, 2, str(model), files, str(tmp_path / "two"), version, process_group=False, timeout=110
+    )
+    assert [strategy for strategy, _ in (*alone, *ends)] == ["single", "fsdp", "fsdp"]
+    for path in sorted((tmp_path / "one").rglob("*.safetensors")):
+        other = load_file(tmp_path / "two" / path.relative_to(tmp_path / "one"))
+        for name, tensor in load_file(path).items():
+            assert torch.equal(tensor, other[name]), name
+    assert ends[0][1] == pytest.approx(alone[0][1], abs=0.02)
+
+
+def test_a_search_draws_a_front_and_takes_the_best_that_holds(model, files, tmp_path):
+    result = vembed.edit(model, tmp_path / "out", *files, trials=6, max_drop=0.01, seed=1)
+    assert len(result.trials) == 6
+    points = [(one.scores["probe"], one.scores["across"]) for one in result.trials]
+    told = json.loads((tmp_path / "out" / "edit.json").read_text())
+    assert told["front"] == pareto_front(points)
+    holding = [one for one in result.trials if one.scores["across"] >= result.before["across"] - 0.01]
+    chosen = next(one for one in result.trials if one.plan == result.plan)
+    assert chosen.scores["probe"] == min(one.scores["probe"] for one in holding)
+    assert result.after == pytest.approx(chosen.scores)  # every trial began at the same weights
+    for kind in ("svg", "png"):
+        assert (tmp_path / "out" / f"trials.{kind}").stat().st_size > 1000
+    assert pareto_front([(0.5, 0.9), (0.6, 0.8), (0.9, 1.0), (0.5, 0.9)]) == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"direction": "erase"}, "use it with where: embedding"),
+        ({"components": 2}, "mean_difference has one"),
+        ({"layers": [1], "where": "embedding"}, "the embedding has none"),
+        ({"first": ["a", "b"]}, "at least 8"),
+        ({"first": "nowhere.txt"}, "cannot be read"),
+    ],
+)
+def test_mistakes(model, files, tmp_path, options, message):
+    given = {"first": files[0], "second": files[1], **options}
+    with pytest.raises(UserError, match=message):
+        vembed.edit(model, tmp_path / "out", **given)
+    with pytest.raises(UserError, match="exists already"):
+        vembed.edit(model, tmp_path, *files)
