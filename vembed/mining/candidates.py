@@ -1,0 +1,233 @@
+"""Candidates: the best documents of every query by all retrievers together, in chunks of queries, kept on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from vembed.data.cache import short_hash
+from vembed.distributed.session import Session
+from vembed.evaluation.progress import ProgressReport
+from vembed.mining.config import BM25, MineConfig, Retriever
+from vembed.mining.documents import Documents
+from vembed.mining.encoders import Encoder, encoder_identity, load_encoder
+from vembed.mining.known import Known, Pairs
+from vembed.mining.lexical import LexicalRetriever
+from vembed.mining.search import pair_scores, search
+from vembed.mining.vectors import VectorStore, encode_missing
+
+CHUNK = 32_768
+"""Queries that are searched for together: what bounds the memory, and what a kill in the search loses."""
+
+
+class Searcher(Protocol):
+    """A retriever that is ready to search. Its methods are collective."""
+
+    def search(self, first: int, last: int, k: int, excluded: Pairs) -> tuple[np.ndarray, np.ndarray]:
+        """[Q, k] best candidates for queries first .. last - 1 and their scores; -1 and -inf where there are fewer."""
+        ...
+
+    def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
+        """The score of each pair, whose queries count from `first`."""
+        ...
+
+
+class DenseRetriever:
+    """Vectors of a model."""
+
+    def __init__(
+        self, retriever: Retriever, config: MineConfig, folder: Path, documents: Documents, known: Known,
+        session: Session,
+    ) -> None:  # fmt: skip
+        """Encode what is not on disk yet. Collective."""
+        self._session, self._num_candidates = session, documents.num_candidates
+        self._store, self._queries, self.num_encoded = encode_all(retriever, config, folder, documents, known, session)
+
+    def search(self, first: int, last: int, k: int, excluded: Pairs) -> tuple[np.ndarray, np.ndarray]:
+        """[Q, k] best candidates for queries first .. last - 1 and their scores."""
+        queries = self._queries.between(first, last)
+        return search(queries, self._store, self._num_candidates, k, excluded, self._session)
+
+    def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
+        """The score of each pair, whose queries count from `first`."""
+        if not len(pairs):
+            return np.zeros(0, np.float32)
+        queries = self._queries.between(first, first + int(pairs.queries.max()) + 1)
+        return pair_scores(queries, self._store, pairs, self._session)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What was found for some consecutive queries."""
+
+    first: int
+    documents: np.ndarray
+    """[Q, K] numbers of documents, best first; -1 where there are fewer."""
+    scores: np.ndarray
+    """[Q, K] what the first model gives them."""
+    positives: Pairs
+    """Known positives of these queries; queries count from `first`."""
+    positive_scores: np.ndarray
+    """What the first model gives the known positives."""
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+
+class CandidateStore:
+    """Searches for all queries chunk by chunk, and remembers what was found."""
+
+    def __init__(self, config: MineConfig, documents: Documents, known: Known, folder: Path, session: Session) -> None:
+        self._config, self._known, self._folder, self._session = config, known, folder, session
+        self._excluded = known.excluded(with_negatives=config.keep_negatives)
+        self._retrievers = config.all_retrievers()
+        self._searchers: list[Searcher] = [
+            LexicalRetriever(folder, documents, known, session)
+            if one.model == BM25
+            else DenseRetriever(one, config, folder, documents, known, session)
+            for one in self._retrievers
+        ]
+        dense = [number for number, one in enumerate(self._retrievers) if one.model != BM25]
+        self._primary = self._searchers[dense[0] if dense else 0]
+        self._name = self._identity(documents)
+
+    @property
+    def num_encoded(self) -> int:
+        """Vectors that were computed now, and not found on disk."""
+        return sum(one.num_encoded for one in self._searchers if isinstance(one, DenseRetriever))
+
+    def find_all(self) -> None:
+        """Search for every query whose chunk is not on disk yet. Collective."""
+        with ProgressReport("searching", active=self._session.is_main) as progress:
+            for first in range(0, self._known.num_queries, CHUNK):
+                if not self._path(first).exists():
+                    found = self._find(first, min(first + CHUNK, self._known.num_queries))
+                    if self._session.is_main:
+                        self._save(found)
+                    self._session.barrier()
+                progress(min(first + CHUNK, self._known.num_queries), self._known.num_queries)
+
+    def chunks(self) -> Iterator[Candidates]:
+        """What was found, chunk by chunk."""
+        for first in range(0, self._known.num_queries, CHUNK):
+            with np.load(self._path(first)) as found:
+                positives = Pairs(found["positive_queries"], found["positive_documents"])
+                yield Candidates(first, found["documents"], found["scores"], positives, found["positive_scores"])
+
+    def scores_of(self, pairs: Pairs) -> np.ndarray:
+        """What the first model gives some pairs. Collective."""
+        parts = [np.zeros(0, np.float32)]
+        for first in range(0, self._known.num_queries, CHUNK):
+            among = pairs.among(first, first + CHUNK)
+            parts.append(self._primary.pair_scores(first, Pairs(among.queries - first, among.documents)))
+        return np.concatenate(parts)
+
+    def _find(self, first: int, last: int) -> Candidates:
+        among = self._excluded.among(first, last)
+        excluded = Pairs(among.queries - first, among.documents)
+        k = self._config.top_k
+        found = [searcher.search(first, last, k, excluded) for searcher in self._searchers]
+        documents, scores = found[0]
+        if len(found) > 1:
+            weights = [one.weight for one in self._retrievers]
+            documents = fuse(found, weights, k, self._config.fusion, self._config.rrf_k)
+            query, column = np.nonzero(documents >= 0)
+            pairs = Pairs(query, documents[query, column])
+            scores = np.full(documents.shape, -np.inf, np.float32)
+            scores[query, column] = self._primary.pair_scores(first, pairs)
+        known = self._known.positives.among(first, last)
+        positives = Pairs(known.queries - first, known.documents)
+        return Candidates(first, documents, scores, positives, self._primary.pair_scores(first, positives))
+
+    def _identity(self, documents: Documents) -> str:
+        """Everything that the result of a search depends on."""
+        config = self._config
+        retrievers = [
+            [one.model_dump(), "" if one.model == BM25 else encoder_identity(one, config)] for one in self._retrievers
+        ]
+        arrays = (
+            documents.exact, self._excluded.queries, self._excluded.documents, self._known.positives.queries,
+            self._known.positives.documents,
+        )  # fmt: skip
+        sums = [[len(one), int(np.bitwise_xor.reduce(one * 31 + np.arange(len(one)), initial=0))] for one in arrays]
+        queries = [int(self._known.first_row.sum()), self._known.num_queries, documents.num_candidates]
+        return short_hash(retrievers, config.top_k, config.fusion, config.rrf_k, sums, queries)
+
+    def _path(self, first: int) -> Path:
+        return self._folder / "candidates" / self._name / f"{first:09d}.npz"
+
+    def _save(self, found: Candidates) -> None:
+        path = self._path(found.first)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.part")
+        with partial.open("wb") as file:
+            np.savez(
+                file,
+                documents=found.documents,
+                scores=found.scores,
+                positive_queries=found.positives.queries,
+                positive_documents=found.positives.documents,
+                positive_scores=found.positive_scores,
+            )
+        partial.replace(path)
+
+
+def encode_all(
+    retriever: Retriever, config: MineConfig, folder: Path, documents: Documents, known: Known, session: Session
+) -> tuple[VectorStore, VectorStore, int]:
+    """The vectors of documents and queries, and how many were computed now. Collective."""
+    place = folder / "vectors" / encoder_identity(retriever, config)
+    load: Callable[[], Encoder] = cache(lambda: load_encoder(retriever, config, session.device))
+    query_keys = np.array([known.item(query).key() for query in range(known.num_queries)], np.int64)
+    of_documents = VectorStore(place, "document", documents.exact, config.vector_dtype)
+    of_queries = VectorStore(place, "query", query_keys, config.vector_dtype)
+    num_encoded = 0
+    for store, item, what in ((of_queries, known.item, "queries"), (of_documents, documents.item, "documents")):
+        num_encoded += encode_missing(store, load, item, session, f"{retriever.model}: encoding {what}")
+    return of_documents, of_queries, num_encoded
+
+
+def fuse(
+    found: Sequence[tuple[np.ndarray, np.ndarray]], weights: Sequence[float], k: int, how: str, rrf_k: int
+) -> np.ndarray:
+    """[Q, k] documents of several rankings ([Q, n] documents and scores each) as one, -1 where there are fewer."""
+    gains = []
+    for (documents, scores), weight in zip(found, weights, strict=True):
+        if how == "rrf":
+            gain = np.broadcast_to(weight / (rrf_k + 1.0 + np.arange(documents.shape[1])), documents.shape)
+        else:
+            gain = weight * _standardised(scores)
+        gains.append(np.where(documents >= 0, gain, 0.0))
+    documents = np.concatenate([one for one, _ in found], axis=1)
+    order = np.argsort(documents, axis=1, kind="stable")
+    documents = np.take_along_axis(documents, order, axis=1)
+    gain = np.take_along_axis(np.concatenate(gains, axis=1), order, axis=1)
+    # Equal documents stand side by side now: the first of them gets the sum of all.
+    is_first = np.ones(documents.shape, bool)
+    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    group = np.cumsum(is_first.ravel()) - 1
+    total = np.bincount(group, gain.ravel())[group].reshape(documents.shape)
+    total[~is_first | (documents < 0)] = -np.inf
+    best = np.argsort(-total, axis=1, kind="stable")[:, :k]  # stable: of equal ones the lower number first
+    chosen = np.take_along_axis(documents, best, axis=1)
+    return np.where(np.take_along_axis(total, best, axis=1) > -np.inf, chosen, -1)
+
+
+def _standardised(scores_QK: np.ndarray) -> np.ndarray:
+    """Scores in standard deviations above the lowest of their query, so that a document that is missing has 0."""
+    finite = np.isfinite(scores_QK)
+    count = np.maximum(finite.sum(axis=1, keepdims=True), 1)
+    values = np.where(finite, scores_QK, 0.0).astype(np.float64)
+    mean = values.sum(axis=1, keepdims=True) / count
+    deviation = np.sqrt((np.where(finite, values - mean, 0.0) ** 2).sum(axis=1, keepdims=True) / count)
+    lowest = np.where(finite, scores_QK, np.inf).min(axis=1, keepdims=True)
+    result: np.ndarray = np.where(finite, (values - np.where(np.isfinite(lowest), lowest, 0.0)), 0.0) / np.maximum(
+        deviation, 1e-12
+    )
+    return result

@@ -1,0 +1,142 @@
+"""Choice: which candidates become negatives: limits on their scores, no near-duplicates of positives, then a sample."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vembed.distributed import collectives
+from vembed.distributed.session import Session
+from vembed.mining.candidates import Candidates
+from vembed.mining.config import MineConfig
+from vembed.mining.documents import Documents
+from vembed.mining.duplicates import DuplicateFinder
+from vembed.mining.known import Known
+
+COMPARED = 32
+"""Known positives of a query that a candidate's text is compared with."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a candidate's score must keep to. None: no limit."""
+
+    relative_margin: float | None
+    margin: float | None
+    max_score: float | None
+    min_score: float | None
+
+    @classmethod
+    def of(cls, config: MineConfig) -> Limits:
+        """Those of the config."""
+        return cls(config.relative_margin, config.margin, config.max_score, config.min_score)
+
+    def highest(self, positive_Q: np.ndarray) -> np.ndarray:
+        """[Q] the highest score that a negative may have, from the lowest score of each query's known positives."""
+        highest = np.full(len(positive_Q), np.inf if self.max_score is None else self.max_score)
+        if self.margin is not None:
+            highest = np.minimum(highest, positive_Q - self.margin)
+        if self.relative_margin is not None:
+            below = self.relative_margin * np.abs(np.where(np.isfinite(positive_Q), positive_Q, 0.0))
+            highest = np.minimum(highest, positive_Q - below)
+        return highest
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The negatives of some consecutive queries, best first; -1 and -inf where there are fewer."""
+
+    documents: np.ndarray
+    scores: np.ndarray
+
+
+class Chooser:
+    """Chooses for chunks of queries, and counts why candidates are left out."""
+
+    def __init__(
+        self, config: MineConfig, limits: Limits, documents: Documents, known: Known, session: Session
+    ) -> None:
+        self._config, self._limits, self._session = config, limits, session
+        self._known, self._num_documents = known, len(documents)
+        self._near = DuplicateFinder(lambda number: documents.item(number).text, config.near_duplicate)
+        self._counts: Counter[str] = Counter()
+
+    def choose(self, candidates: Candidates, depth: int) -> Chosen:
+        """At most `depth` negatives for each query. Collective: the ranks share the queries."""
+        rank, world_size = self._session.rank, self._session.world_size
+        bounds = [len(candidates) * one // world_size for one in range(world_size + 1)]
+        own = range(bounds[rank], bounds[rank + 1])
+        documents = np.full((len(own), depth), -1, np.int64)
+        scores = np.full((len(own), depth), -np.inf, np.float32)
+        allowed = self._allowed(candidates, own)
+        positives = candidates.positives.bounds(len(candidates))
+        for place, query in enumerate(own):
+            begin, end = positives[query], positives[query + 1]
+            compared = candidates.positives.documents[begin:end][:COMPARED]
+            found = self._of_query(candidates, query, allowed[place], compared.tolist(), depth)
+            documents[place, : len(found)] = candidates.documents[query, found]
+            scores[place, : len(found)] = candidates.scores[query, found]
+        sizes = [bounds[one + 1] - bounds[one] for one in range(world_size)]
+        return Chosen(
+            collectives.all_gather_rows(torch.from_numpy(documents), sizes).numpy(),
+            collectives.all_gather_rows(torch.from_numpy(scores), sizes).numpy(),
+        )
+
+    def counts(self) -> dict[str, int]:
+        """Candidates by what became of them, of all ranks. Collective."""
+        names = ("candidates", "skipped", "too_high", "too_low", "near_duplicates")
+        return dict(zip(names, collectives.sum_ints([self._counts[name] for name in names]), strict=True))
+
+    def _allowed(self, candidates: Candidates, own: range) -> np.ndarray:
+        """[Q, K] which candidates keep to the limits."""
+        documents = candidates.documents[own.start : own.stop]
+        scores = candidates.scores[own.start : own.stop]
+        there = documents >= 0
+        later = there & (np.cumsum(there, axis=1) > self._config.skip_first)
+        highest = self._limits.highest(lowest_positive(candidates)[own.start : own.stop])
+        # In float64: a candidate at the limit is at it in any arithmetic.
+        low_enough = later & (scores.astype(np.float64) <= highest[:, None])
+        kept = low_enough
+        if self._limits.min_score is not None:
+            kept = low_enough & (scores >= self._limits.min_score)
+        self._counts["candidates"] += int(there.sum())
+        self._counts["skipped"] += int((there & ~later).sum())
+        self._counts["too_high"] += int((later & ~low_enough).sum())
+        self._counts["too_low"] += int((low_enough & ~kept).sum())
+        return kept
+
+    def _of_query(
+        self, candidates: Candidates, query: int, allowed: np.ndarray, positives: list[int], depth: int
+    ) -> list[int]:
+        """Columns of the chosen candidates, in the order of the sampling."""
+        chosen: list[int] = []
+        for column in self._order(candidates, query, np.flatnonzero(allowed)):
+            if self._near.is_near(int(candidates.documents[query, column]), positives):
+                self._counts["near_duplicates"] += 1
+                continue
+            chosen.append(int(column))
+            if len(chosen) == depth:
+                break
+        return chosen
+
+    def _order(self, candidates: Candidates, query: int, columns: np.ndarray) -> np.ndarray:
+        """The columns in the order in which they are taken: a pure function of seed, query and candidates."""
+        if self._config.sampling == "top" or not len(columns):
+            return columns
+        random = np.random.default_rng([self._config.seed, candidates.first + query])
+        draws = random.random(candidates.documents.shape[1])[columns]
+        if self._config.sampling == "random":
+            return columns[np.argsort(draws, kind="stable")]
+        # Gumbel's trick: the order of score / temperature + noise is that of draws without replacement.
+        noisy = candidates.scores[query, columns] / self._config.sampling_temperature - np.log(-np.log(draws + 1e-300))
+        return columns[np.argsort(-noisy, kind="stable")]
+
+
+def lowest_positive(candidates: Candidates) -> np.ndarray:
+    """[Q] the lowest score of each query's known positives, inf where none is known."""
+    lowest = np.full(len(candidates), np.inf)
+    np.minimum.at(lowest, candidates.positives.queries, candidates.positive_scores)
+    return lowest

@@ -1,0 +1,179 @@
+"""MineConfig: every option of `vembed mine` once, with its type, default and unit."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from vembed.config.schema import DataSource, Fraction, Frozen, NonNegativeInt, Number, PositiveFloat, PositiveInt
+
+BM25 = "bm25"
+"""Name of the lexical retriever, where a model would stand."""
+
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False), Number]
+
+
+class Retriever(Frozen):
+    """One entry of `retrievers`."""
+
+    model: str
+    """A model folder, a Hub name, or `bm25`."""
+    weight: PositiveFloat = 1.0
+    """How much it counts in the fusion, relative to the others."""
+    query_prompt: str | None = None
+    """Text put before every query. Default: the model's own."""
+    document_prompt: str | None = None
+    """Text put before every document. Default: the model's own."""
+    truncate_dim: PositiveInt | None = None
+    """Keep the first so many coordinates of every embedding."""
+    library: Literal["auto", "vembed", "sentence_transformers"] = "auto"
+    """What loads the model. `auto`: vembed, and Sentence Transformers for modules that vembed does not know."""
+
+
+class DataOptions(Frozen):
+    """Options of every command that reads training data; the names mean what they mean in training."""
+
+    # ---- data --------------------------------------------------------------------------------------------------
+    data_path: str | list[DataSource | str]
+    """Training data: a file (JSONL, CSV, TSV, Parquet), a folder saved by `datasets`, a Hub dataset name, a BEIR-style
+    folder, or a list of these."""
+    column_mapping: dict[str, str] | None = None
+    """Names in the files -> names that vembed reads: {question: query}."""
+    retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] = "auto"
+    """Whether bare strings of queries and documents are texts (t) or image paths (i)."""
+    image_root: str | None = None
+    """Where relative image paths start, and must stay. Default: the folder of the file."""
+    allow_image_urls: bool = False
+    """Load images from http(s) addresses."""
+    on_bad_record: Literal["stop", "skip"] = "stop"
+    """A record that cannot be used: stop with the first ten of them, or leave them out and count them."""
+    corpus_path: str | list[str] | None = None
+    """Documents to search: a file with one document per record, a BEIR-style folder, or a list of these. Default: the
+    documents of the data."""
+    qrels_path: str | None = None
+    """A qrels file (query id, document id, grade) with more known positives. Default: those of a BEIR-style folder."""
+    split: str | None = None
+    """Which qrels of a BEIR-style folder. Default: train."""
+    query_id_field: str | None = None
+    """Field of a row with its query's id. Default: query_id, qid, query-id or _id, the first that is there."""
+    positive_id_field: str | None = None
+    """Field of a row with the ids of its positives in the corpus, one or a list. Default: positive_id, positive_ids,
+    pos_id, document_id, doc_id or corpus_id, the first that is there."""
+
+
+class ModelOptions(Frozen):
+    """Options of every command that encodes."""
+
+    # ---- model -------------------------------------------------------------------------------------------------
+    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the weights. `auto`: the file's own."""
+    max_length: PositiveInt | None = None
+    """Longest text in tokens; longer ones are cut. Default: the model's own limit."""
+    trust_remote_code: bool = False
+    """Run Python code that a model's folder brings along. Only for models that you trust as you trust your own code."""
+    batch_tokens: Literal["auto"] | PositiveInt = "auto"
+    """Padded tokens that go through a model at once."""
+    vector_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Dtype of the vectors on disk; products are float32 whatever it is."""
+
+
+class MineConfig(DataOptions, ModelOptions):
+    """One run of `vembed mine`. The text under each field is its documentation."""
+
+    # ---- retrievers --------------------------------------------------------------------------------------------
+    model_name: str | None = None
+    """The model that searches: a folder (vembed's or any of Sentence Transformers), a Hub name, or `bm25`."""
+    retrievers: list[Retriever | str] = Field(default_factory=list)
+    """Several models instead of one, each a name or {model, weight, query_prompt, document_prompt, truncate_dim,
+    library}. The first one that is no `bm25` gives the scores that margins and limits speak of."""
+    query_prompt: str | None = None
+    """Text put before every query, for retrievers without one of their own. Default: the model's own."""
+    document_prompt: str | None = None
+    """Text put before every document, for retrievers without one of their own. Default: the model's own."""
+    fusion: Literal["rrf", "scores"] = "rrf"
+    """How several rankings become one: by reciprocal rank, or by the sum of standardised scores."""
+    rrf_k: PositiveInt = 60
+    """Constant of the reciprocal-rank fusion: weight / (rrf_k + rank)."""
+
+    # ---- choice ------------------------------------------------------------------------------------------------
+    num_negatives: PositiveInt = 5
+    """Negatives that each row gets, where there are so many."""
+    top_k: PositiveInt = 100
+    """Candidates per query: the best ones after known positives are left out."""
+    skip_first: NonNegativeInt = 0
+    """Leave out so many of the best candidates."""
+    relative_margin: Fraction | None = 0.05
+    """Keep a candidate d only if s(q, d) <= s(q, p) - relative_margin * |s(q, p)|, p being the query's known positive
+    with the lowest score. `null` turns it off."""
+    margin: FiniteFloat | None = None
+    """Keep a candidate d only if s(q, d) <= s(q, p) - margin."""
+    max_score: FiniteFloat | None = None
+    """Keep only candidates with at most this score."""
+    min_score: FiniteFloat | None = None
+    """Keep only candidates with at least this score."""
+    threshold: Literal["auto"] | None = None
+    """`auto`: hide a part of the known positives, see at which threshold too many of them would become negatives, and
+    use that threshold instead of `relative_margin`. The log says the threshold and the estimated rate."""
+    max_false_negative_rate: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.05
+    """With `threshold: auto`: the estimated share of negatives that are in truth relevant stays at or below this."""
+    near_duplicate: Fraction | None = 0.9
+    """Leave out candidates of whose word n-grams at least this share is in a known positive, or the other way round.
+    `null`: only equal texts, apart from case, punctuation and spaces."""
+    sampling: Literal["top", "random", "softmax"] = "top"
+    """Which of the candidates that are left: the best, any, or any with probability softmax(score / temperature)."""
+    sampling_temperature: PositiveFloat = 0.05
+    """Temperature of `sampling: softmax`."""
+    per_query_budget: PositiveInt | None = None
+    """Different negatives for all rows of one query together; the rows take turns. Default: `num_negatives`, so that
+    all rows of a query get the same."""
+    keep_negatives: bool = True
+    """Negatives that rows have already stay, before the mined ones. false: they are replaced."""
+    on_missing: Literal["keep", "drop"] = "keep"
+    """A row for which no negative is left: keep it without negatives, or drop it."""
+
+    # ---- output ------------------------------------------------------------------------------------------------
+    output_path: str
+    """File to write, by its ending: .jsonl or .parquet."""
+    scores: bool = False
+    """Write the retriever's scores too: `positive_scores`, `negative_scores`."""
+    work_dir: str | None = None
+    """Folder for vectors and intermediate results, which all machines must see. Default: `output_path` with `.work`."""
+    keep_work: bool = True
+    """Keep that folder, so that a run with other choices computes no vector again. false: delete it at the end."""
+    seed: NonNegativeInt = 42
+    """Seed of sampling and of what is hidden for `threshold: auto`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MineConfig:
+        if (self.model_name is None) == (not self.retrievers):
+            raise ValueError("give model_name or retrievers, one of them")
+        if self.skip_first + self.num_negatives > self.top_k:
+            raise ValueError(
+                f"top_k: {self.top_k} must be at least skip_first + num_negatives: "
+                f"{self.skip_first} + {self.num_negatives}"
+            )
+        if self.per_query_budget is not None and self.per_query_budget < self.num_negatives:
+            raise ValueError(
+                f"per_query_budget: {self.per_query_budget} must be at least num_negatives: {self.num_negatives}"
+            )
+        return self
+
+    def all_retrievers(self) -> list[Retriever]:
+        """The retrievers with the defaults of this config filled in."""
+        given = self.retrievers or [str(self.model_name)]
+        found = [Retriever(model=one) if isinstance(one, str) else one for one in given]
+        return [
+            one.model_copy(
+                update={
+                    "query_prompt": self.query_prompt if one.query_prompt is None else one.query_prompt,
+                    "document_prompt": self.document_prompt if one.document_prompt is None else one.document_prompt,
+                }
+            )
+            for one in found
+        ]
+
+    @property
+    def budget(self) -> int:
+        """Negatives that are chosen per query."""
+        return self.per_query_budget or self.num_negatives

@@ -1,0 +1,61 @@
+"""Contents as identity: one number per document or query, the same for texts that differ in case and spaces alone."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+
+import numpy as np
+
+from vembed.data.examples import Item
+
+NOT_FOUND = -1
+
+
+def normalised(text: str) -> str:
+    """The text without differences of case, width and spaces."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+    return " ".join(text.casefold().split())
+
+
+def content_key(item: Item) -> int:
+    """A 63-bit number that is the same for items with the same normalised text and the same images."""
+    digest = hashlib.blake2b(digest_size=8)
+    if item.text is not None:
+        digest.update(b"t" + normalised(item.text).encode("utf-8", "surrogatepass"))
+    for image in item.images:
+        digest.update(b"\x00i" + image.identity())
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def id_key(identity: object) -> int:
+    """A 63-bit number for an id; 7 and "7" are the same id."""
+    return int.from_bytes(hashlib.blake2b(str(identity).encode(), digest_size=8).digest(), "little") >> 1
+
+
+class KeyIndex:
+    """Where each of many keys stands; of equal keys the first counts."""
+
+    def __init__(self, keys: np.ndarray) -> None:
+        self._keys, self._positions = np.unique(keys, return_index=True)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        """The position of each key, NOT_FOUND where there is none."""
+        if not len(self._keys):
+            return np.full(len(keys), NOT_FOUND, np.int64)
+        places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        return np.where(self._keys[places] == keys, self._positions[places], NOT_FOUND)
+
+
+_LETTERS_ALONE = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_WORD = re.compile(f"[{_LETTERS_ALONE}]|[^\\W{_LETTERS_ALONE}]+")
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, normalised; in scripts without spaces every letter is one."""
+    return _WORD.findall(normalised(text))

@@ -1,0 +1,268 @@
+"""Documents: everything that is searched, each content once, by number; texts stay in their files."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vembed.data.cache import cache_folder
+from vembed.data.examples import BadRecord, Example, ImageRef, Item
+from vembed.data.images import ImageRoot
+from vembed.data.messages import listed
+from vembed.data.opening import open_reader
+from vembed.data.readers import Reader
+from vembed.errors import UserError
+from vembed.evaluation.dataset import titled_text
+from vembed.mining.config import DataOptions
+from vembed.mining.contents import KeyIndex, content_key, id_key
+from vembed.mining.tables import CORPUS_FILE, AnyColumns, BeirTable, Rows, TextLines
+
+TEXT_FIELDS = ("text", "document", "positive", "passage", "content", "contents", "body", "abstract", "sentence")
+IMAGE_FIELDS = ("image", "images", "image_path")
+ID_FIELDS = ("_id", "id", "doc_id", "document_id", "docid", "pid")
+NUM_SHOWN = 10
+ROWS = -1
+"""In place of a file's number: the rows of the training data."""
+
+
+class CorpusFile:
+    """One file of documents."""
+
+    def __init__(self, path: str, options: DataOptions) -> None:
+        place = Path(path).expanduser()
+        if (place / CORPUS_FILE).is_file():
+            place = place / CORPUS_FILE
+        is_text = place.suffix.lower() in (".txt", ".text") and place.is_file()
+        columns = AnyColumns()
+        self.reader: Reader = TextLines(place) if is_text else open_reader(str(place), columns, "train", cache_folder())
+        self.images = ImageRoot(options.image_root or str(self.reader.folder), allow_urls=options.allow_image_urls)
+
+    def item(self, record: Any) -> Item:
+        """The document that a record means; `BadRecord` says why it means none."""
+        if isinstance(record, BadRecord):
+            raise record
+        if isinstance(record, str):
+            record = {"text": record}
+        if not isinstance(record, dict):
+            raise BadRecord("neither an object nor a text")
+        images = next((record[name] for name in IMAGE_FIELDS if record.get(name) is not None), None)
+        name = next((name for name in TEXT_FIELDS if isinstance(record.get(name), str)), None)
+        text = titled_text(record) if name in (None, "text") else str(record[name]).strip()
+        if images is None and not text:
+            raise BadRecord(f"no text and no image (it has {listed(record) or 'no fields'})")
+        given = images if isinstance(images, list) else [] if images is None else [images]
+        return Item(text=text or None, images=tuple(self._image(one) for one in given))
+
+    def _image(self, given: Any) -> ImageRef:
+        if isinstance(given, dict):
+            given = given.get("bytes") or given.get("path")
+        if isinstance(given, bytes):
+            return ImageRef(data=given)
+        if not isinstance(given, str):
+            raise BadRecord("an image that is no path")
+        return self.images.reference(given)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Where documents stand, their contents and ids, as arrays of equal length."""
+
+    sources: np.ndarray
+    """Number of the file; -1 for the rows of the training data."""
+    starts: np.ndarray
+    """Where the record begins in its file, or the number of the row."""
+    sizes: np.ndarray
+    """Size of the record, or the place among the row's positives and negatives."""
+    keys: np.ndarray
+    """Contents without differences of case and spaces."""
+    exact: np.ndarray
+    """Contents as they are."""
+    ids: np.ndarray
+    """Keys of ids; 0 where there is none."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def take(self, numbers: np.ndarray) -> _Entries:
+        """Some of them, in this order."""
+        return _Entries(*(getattr(self, field.name)[numbers] for field in fields(self)))
+
+    def distinct(self) -> _Entries:
+        """Each content once, where it came first."""
+        _, first = np.unique(self.keys, return_index=True)
+        return self.take(np.sort(first))
+
+    def followed_by(self, others: _Entries) -> _Entries:
+        """These, then the others."""
+        pairs = ((getattr(self, field.name), getattr(others, field.name)) for field in fields(self))
+        return _Entries(*(np.concatenate(pair) for pair in pairs))
+
+
+class _Collector:
+    """Entries that are being collected."""
+
+    def __init__(self) -> None:
+        self.columns = [array("q") for _ in fields(_Entries)]
+
+    def add(self, *values: int) -> None:
+        """One more: a value for each field of `_Entries`."""
+        for column, value in zip(self.columns, values, strict=True):
+            column.append(value)
+
+    def entries(self) -> _Entries:
+        """All of them."""
+        return _Entries(*(np.array(column, np.int64) for column in self.columns))
+
+
+class Documents:
+    """Distinct documents by number: first the candidates, then documents of the rows that the corpus does not hold."""
+
+    def __init__(
+        self, rows: Rows, files: Sequence[CorpusFile], found: _Entries, extra: _Entries, notes: Sequence[str]
+    ) -> None:
+        candidates = found.distinct()
+        if len(candidates) < len(found):
+            notes = [*notes, f"joined {len(found) - len(candidates):,d} documents with equal content"]
+        self.num_candidates = len(candidates)
+        is_new = KeyIndex(candidates.keys).find(extra.keys) < 0
+        self._entries = candidates.followed_by(extra.take(np.flatnonzero(is_new)).distinct())
+        self._by_content = KeyIndex(self._entries.keys)
+        # An id leads to the document that stands for its content, also where that one came first under another id.
+        with_id = found.take(np.flatnonzero(found.ids))
+        self._by_id = KeyIndex(with_id.ids)
+        self._number_of_id = self._by_content.find(with_id.keys)
+        self._rows, self._files = rows, tuple(files)
+        self.notes = tuple(notes)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def keys(self) -> np.ndarray:
+        """The content of each document as a number."""
+        return self._entries.keys
+
+    @property
+    def exact(self) -> np.ndarray:
+        """The same, where case and spaces count."""
+        return self._entries.exact
+
+    def item(self, number: int) -> Item:
+        """A document as it is encoded."""
+        source, start, size = self._place(number)
+        if source < 0:
+            return items_of(self._rows.example(start))[size]
+        file = self._files[source]
+        try:
+            return file.item(file.reader.read(start, size))
+        except BadRecord as error:
+            raise UserError(f"{file.reader.name} has changed since the run began ({error}): start again") from error
+
+    def identity(self, number: int) -> str | None:
+        """A document's id in its file, if it has one."""
+        source, start, size = self._place(number)
+        return None if source < 0 else record_id(self._files[source].reader.read(start, size))
+
+    def find_contents(self, keys: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The numbers of documents with these contents, -1 where there is none."""
+        return self._by_content.find(np.asarray(keys, np.int64))
+
+    def find_ids(self, identities: Sequence[str]) -> np.ndarray:
+        """The numbers of documents with these ids, -1 where there is none."""
+        places = self._by_id.find(np.array([id_key(one) for one in identities], np.int64))
+        found = places >= 0
+        places[found] = self._number_of_id[places[found]]
+        return places
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether any document has an id."""
+        return len(self._by_id) > 0
+
+    def summary(self) -> str:
+        """One line for the log."""
+        extra = len(self) - self.num_candidates
+        text = f"documents: {self.num_candidates:,d} to search"
+        if extra:
+            text += f"; {extra:,d} documents of the rows are not among them, and are no candidates"
+        return text + "".join(f"; {note}" for note in self.notes)
+
+    def _place(self, number: int) -> tuple[int, int, int]:
+        entries = self._entries
+        return int(entries.sources[number]), int(entries.starts[number]), int(entries.sizes[number])
+
+
+def open_documents(options: DataOptions, rows: Rows) -> Documents:
+    """The documents of `corpus_path`, of the BEIR-style folders in `data_path`, or else of the rows themselves."""
+    given = options.corpus_path
+    paths = [given] if isinstance(given, str) else given
+    if paths is None:
+        paths = [table.name for table in rows.tables if isinstance(table, BeirTable)]
+    files = [CorpusFile(path, options) for path in paths]
+    of_rows = _Collector()
+    for row in range(len(rows)):
+        for slot, item in enumerate(items_of(rows.example(row))):
+            of_rows.add(ROWS, row, slot, content_key(item), item.key(), 0)
+    if not files:
+        nothing = _Collector().entries()
+        return Documents(rows, files, of_rows.entries(), nothing, ())
+    found, notes = _of_files(files, options.on_bad_record)
+    return Documents(rows, files, found, of_rows.entries(), notes)
+
+
+def _of_files(files: Sequence[CorpusFile], on_bad_record: str) -> tuple[_Entries, list[str]]:
+    collector, problems, num_bad = _Collector(), list[str](), 0
+    for source, file in enumerate(files):
+        for start, size, line, record in file.reader.scan():
+            try:
+                item = file.item(record)
+            except BadRecord as error:
+                num_bad += 1
+                problems += [f"{file.reader.where(line)}: {error}"] if len(problems) < NUM_SHOWN else []
+                continue
+            identity = record_id(record)
+            number = 0 if identity is None else id_key(identity)
+            collector.add(source, start, size, content_key(item), item.key(), number)
+    found = collector.entries()
+    if num_bad and (on_bad_record == "stop" or not len(found)):
+        raise UserError(
+            f"{num_bad:,d} documents of corpus_path cannot be used, mend them, or set on_bad_record: skip to leave "
+            "them out:\n  " + "\n  ".join(problems)
+        )
+    if not len(found):
+        raise UserError(f"{', '.join(file.reader.name for file in files)} holds no documents")
+    return found, [f"left out {num_bad:,d} that cannot be used, the first: {problems[0]}"] if num_bad else []
+
+
+def items_of(example: Example) -> tuple[Item, ...]:
+    """The documents of a row: positives, then negatives."""
+    return example.positives + example.negatives
+
+
+def record_id(record: Any) -> str | None:
+    """The id of a record of a corpus, if it has one."""
+    if not isinstance(record, dict):
+        return None
+    found = next((record[name] for name in ID_FIELDS if record.get(name) is not None), None)
+    return None if found is None else str(found)
+
+
+def row_value(item: Item, image_folder: str) -> Any:
+    """An item as a row of training data holds it; paths of images relative to `image_folder` where they are in it."""
+    images = [_image_value(image, image_folder) for image in item.images]
+    if not images:
+        return item.text
+    value: dict[str, Any] = {} if item.text is None else {"text": item.text}
+    return value | {"image": images[0] if len(images) == 1 else images}
+
+
+def _image_value(image: ImageRef, image_folder: str) -> str:
+    if image.path is None:
+        raise UserError("images that are held inside a Parquet file cannot be written as negatives: save them as files")
+    path = Path(image.path)
+    return str(path.relative_to(image_folder)) if path.is_relative_to(image_folder) else image.path

@@ -1,0 +1,127 @@
+"""Encoders: what turns items into vectors, by vembed or by Sentence Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from huggingface_hub import try_to_load_from_cache
+
+from vembed.data.cache import short_hash
+from vembed.data.examples import Item, Kind
+from vembed.data.features import Featuriser
+from vembed.errors import UserError
+from vembed.evaluation.embedder import Embedder
+from vembed.evaluation.encoding import encode_items
+from vembed.mining.config import ModelOptions, Retriever
+
+
+class Encoder(Protocol):
+    """A model that is loaded."""
+
+    def encode(self, items: Sequence[Item], kind: Kind) -> np.ndarray:
+        """[n, d] float32 vectors whose dot product is the model's similarity."""
+        ...
+
+
+class VembedEncoder:
+    """A model that vembed loads."""
+
+    def __init__(self, retriever: Retriever, options: ModelOptions, device: torch.device) -> None:
+        self._embedder = Embedder(
+            retriever.model,
+            device=device,
+            torch_dtype=options.torch_dtype,
+            truncate_dim=retriever.truncate_dim,
+            trust_remote_code=options.trust_remote_code,
+        )
+        given = {
+            "query_prompt": retriever.query_prompt,
+            "document_prompt": retriever.document_prompt,
+            "max_length": options.max_length,
+        }
+        description = self._embedder.description.with_(**{key: one for key, one in given.items() if one is not None})
+        self._featuriser = Featuriser(description)
+        self._unit = description.similarity == "cosine"
+        self._budget = None if options.batch_tokens == "auto" else options.batch_tokens
+
+    def encode(self, items: Sequence[Item], kind: Kind) -> np.ndarray:
+        """[n, d] float32 vectors whose dot product is the model's similarity."""
+        return encode_items(
+            self._embedder.model,
+            self._featuriser,
+            items,
+            kind,
+            budget_tokens=self._budget,
+            normalize=self._unit,
+            truncate_dim=self._embedder.truncate_dim,
+        )
+
+
+class SentenceTransformersEncoder:
+    """A model that Sentence Transformers loads."""
+
+    def __init__(self, retriever: Retriever, options: ModelOptions, device: torch.device) -> None:
+        from sentence_transformers import SentenceTransformer
+
+        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        self._model = SentenceTransformer(
+            retriever.model,
+            device=str(device),
+            truncate_dim=retriever.truncate_dim,
+            trust_remote_code=options.trust_remote_code,
+            model_kwargs={} if options.torch_dtype == "auto" else {"dtype": dtypes[options.torch_dtype]},
+        )
+        if options.max_length is not None:
+            self._model.max_seq_length = options.max_length
+        self._prompts = {"query": retriever.query_prompt, "document": retriever.document_prompt}
+        self._unit = self._model.similarity_fn_name in (None, "cosine")
+
+    def encode(self, items: Sequence[Item], kind: Kind) -> np.ndarray:
+        """[n, d] float32 vectors whose dot product is the model's similarity."""
+        texts = [item.text for item in items]
+        if any(item.images for item in items) or None in texts:
+            raise UserError("library: sentence_transformers is for texts alone: images need a model that vembed loads")
+        encode = self._model.encode_query if kind == "query" else self._model.encode_document
+        vectors = encode(
+            texts, prompt=self._prompts[kind], normalize_embeddings=self._unit, convert_to_numpy=True,
+            show_progress_bar=False,
+        )  # fmt: skip
+        return np.asarray(vectors, np.float32)
+
+
+def load_encoder(retriever: Retriever, options: ModelOptions, device: torch.device) -> Encoder:
+    """The model of a retriever, by the library that its options name."""
+    if retriever.library == "sentence_transformers":
+        _check_installed()
+        return SentenceTransformersEncoder(retriever, options, device)
+    try:
+        return VembedEncoder(retriever, options, device)
+    except UserError:
+        # A folder with modules.json may hold modules that only Sentence Transformers knows.
+        is_theirs = (Path(retriever.model) / "modules.json").is_file() and find_spec("sentence_transformers")
+        if retriever.library == "vembed" or not is_theirs:
+            raise
+        return SentenceTransformersEncoder(retriever, options, device)
+
+
+def encoder_identity(retriever: Retriever, options: ModelOptions) -> str:
+    """A short name for everything that the vectors depend on besides the items, known before the model is loaded."""
+    folder = Path(retriever.model)
+    if folder.is_dir():
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        model = [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    else:
+        cached = try_to_load_from_cache(retriever.model, "config.json") if "/" in retriever.model else None
+        model = [[retriever.model, str(cached)]]
+    settings = retriever.model_dump(exclude={"weight", "model"})
+    return short_hash(model, settings, options.torch_dtype, options.max_length, options.vector_dtype)
+
+
+def _check_installed() -> None:
+    if find_spec("sentence_transformers") is None:
+        raise UserError("library: sentence_transformers needs that package: pip install sentence-transformers")

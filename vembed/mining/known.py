@@ -1,0 +1,183 @@
+"""Known positives: the distinct queries of the rows, and every document that is known to be relevant for each."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vembed.data.examples import Item
+from vembed.errors import UserError
+from vembed.mining.config import DataOptions
+from vembed.mining.contents import content_key
+from vembed.mining.documents import Documents
+from vembed.mining.tables import CORPUS_FILE, Rows, qrels_file, read_qrels
+
+QUERY_ID_FIELDS = ("query_id", "qid", "query-id", "_id")
+POSITIVE_ID_FIELDS = (
+    "positive_id", "positive_ids", "pos_id", "pos_ids", "document_id", "doc_id", "corpus_id", "corpus-id",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """(query, document) pairs without repetition, ordered by query, then document."""
+
+    queries: np.ndarray
+    documents: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    @classmethod
+    def of(cls, queries: np.ndarray, documents: np.ndarray) -> Pairs:
+        """Sort pairs and drop those that occur again."""
+        both = np.stack([np.asarray(queries, np.int64), np.asarray(documents, np.int64)], axis=1)
+        unique = np.unique(both, axis=0) if len(both) else both.reshape(0, 2)
+        return cls(unique[:, 0].copy(), unique[:, 1].copy())
+
+    @classmethod
+    def union(cls, parts: Sequence[Pairs]) -> Pairs:
+        """All pairs of several lists."""
+        return cls.of(np.concatenate([one.queries for one in parts]), np.concatenate([one.documents for one in parts]))
+
+    def take(self, chosen: np.ndarray) -> Pairs:
+        """Some of them, by a mask or by ascending positions."""
+        return Pairs(self.queries[chosen], self.documents[chosen])
+
+    def bounds(self, num_queries: int) -> np.ndarray:
+        """[num_queries + 1] where the pairs of each query begin, and the end of the last."""
+        return np.searchsorted(self.queries, np.arange(num_queries + 1))
+
+    def among(self, first: int, last: int) -> Pairs:
+        """The pairs of queries first .. last - 1."""
+        begin, end = np.searchsorted(self.queries, [first, last])
+        return Pairs(self.queries[begin:end], self.documents[begin:end])
+
+
+class Known:
+    """The distinct queries, which query each row has, and what is known of them."""
+
+    def __init__(self, rows: Rows, documents: Documents, options: DataOptions) -> None:
+        self._rows = rows
+        queries, first_rows, place = array("q"), array("q"), dict[int, int]()
+        positives, negatives, own = _PairList(), _PairList(), _PairList()
+        ids = _Ids(options)
+        for row in range(len(rows)):
+            example = rows.example(row)
+            key = content_key(example.query)
+            query = place.setdefault(key, len(place))
+            queries.append(query)
+            if query == len(first_rows):
+                first_rows.append(row)
+                own.add(query, key)
+            for item in example.positives:
+                positives.add(query, content_key(item))
+            for item in example.negatives:
+                negatives.add(query, content_key(item))
+            ids.add(query, rows.record(row))
+        self.query_of_row = np.array(queries, np.int64)
+        self.first_row = np.array(first_rows, np.int64)
+        by_id, self.notes = ids.pairs(documents, _qrels(options))
+        self.positives = Pairs.union([positives.pairs(documents), by_id])
+        """Known positives of each query: of all its rows, by content, and by id."""
+        self.negatives = negatives.pairs(documents)
+        """What the rows have as negatives already."""
+        self.own = own.pairs(documents)
+        """Documents with the content of the query itself."""
+
+    @property
+    def num_queries(self) -> int:
+        """Number of distinct queries."""
+        return len(self.first_row)
+
+    def item(self, query: int) -> Item:
+        """A query as it is encoded."""
+        return self._rows.example(int(self.first_row[query])).query
+
+    def excluded(self, *, with_negatives: bool) -> Pairs:
+        """What can be no candidate: known positives, the query's own text, and negatives that it has already."""
+        found = [self.positives, self.own, *([self.negatives] if with_negatives else [])]
+        return Pairs.of(
+            np.concatenate([one.queries for one in found]), np.concatenate([one.documents for one in found])
+        )
+
+
+class _PairList:
+    """(query, content) pairs that are being collected."""
+
+    def __init__(self) -> None:
+        self.queries, self.keys = array("q"), array("q")
+
+    def add(self, query: int, key: int) -> None:
+        self.queries.append(query)
+        self.keys.append(key)
+
+    def pairs(self, documents: Documents) -> Pairs:
+        """Those whose content is a document."""
+        numbers = documents.find_contents(np.array(self.keys, np.int64))
+        there = numbers >= 0
+        return Pairs.of(np.array(self.queries, np.int64)[there], numbers[there])
+
+
+class _Ids:
+    """Ids that rows carry: of their query, and of their positives."""
+
+    def __init__(self, options: DataOptions) -> None:
+        self.query_fields = (options.query_id_field,) if options.query_id_field else QUERY_ID_FIELDS
+        self.positive_fields = (options.positive_id_field,) if options.positive_id_field else POSITIVE_ID_FIELDS
+        self.options = options
+        self.queries: dict[str, int] = {}
+        self.positives: list[tuple[int, str]] = []
+        self.has_field = {"query_id_field": False, "positive_id_field": False}
+
+    def add(self, query: int, record: dict[str, Any]) -> None:
+        name = next((name for name in self.query_fields if record.get(name) is not None), None)
+        if name is not None:
+            self.queries[str(record[name])] = query
+            self.has_field["query_id_field"] = True
+        name = next((name for name in self.positive_fields if record.get(name) is not None), None)
+        if name is not None:
+            given = record[name] if isinstance(record[name], list) else [record[name]]
+            self.positives += [(query, str(one)) for one in given]
+            self.has_field["positive_id_field"] = True
+
+    def pairs(self, documents: Documents, qrels: dict[str, list[str]]) -> tuple[Pairs, list[str]]:
+        for option, given in (
+            ("query_id_field", self.options.query_id_field), ("positive_id_field", self.options.positive_id_field),
+        ):  # fmt: skip
+            if given and not self.has_field[option]:
+                raise UserError(f"{option}: {given} is a field that no row has")
+        found = self.positives + [
+            (self.queries[identity], one)
+            for identity, many in qrels.items()
+            if identity in self.queries
+            for one in many
+        ]
+        notes = []
+        if qrels and not any(identity in self.queries for identity in qrels):
+            notes.append("qrels: no row has the id of a query in them, so they add no known positive")
+        numbers = documents.find_ids([identity for _, identity in found])
+        there = numbers >= 0
+        if documents.has_ids and len(found) and not there.all():
+            missing = next(identity for (_, identity), is_there in zip(found, there, strict=True) if not is_there)
+            notes.append(f"ids: {int((~there).sum()):,d} ids of positives are not in the corpus, the first: {missing}")
+        return Pairs.of(np.array([query for query, _ in found], np.int64)[there], numbers[there]), notes
+
+
+def _qrels(options: DataOptions) -> dict[str, list[str]]:
+    """What qrels say beside the rows: the file that is given, or those of the corpus's BEIR-style folders."""
+    if options.qrels_path is not None:
+        return read_qrels(Path(options.qrels_path))
+    given: Sequence[str] = [options.corpus_path] if isinstance(options.corpus_path, str) else options.corpus_path or []
+    relevant: dict[str, list[str]] = {}
+    for path in given:
+        folder = Path(path).expanduser()
+        if (folder / CORPUS_FILE).is_file() and (folder / "qrels").is_dir():
+            for identity, found in read_qrels(qrels_file(folder, options.split)).items():
+                relevant.setdefault(identity, []).extend(found)
+    return relevant

@@ -1,0 +1,104 @@
+"""Rows with their negatives: every field of the input, and what the mining adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from vembed.data.examples import Item
+from vembed.mining.choice import Chosen
+from vembed.mining.config import MineConfig
+from vembed.mining.contents import content_key
+from vembed.mining.documents import Documents, row_value
+from vembed.mining.known import Known, Pairs
+from vembed.mining.tables import Rows
+
+NEGATIVE_NAMES = ("negatives", "negative", "neg", "hard_negatives", "negative_passages", "rejected_response")
+POSITIVE_NAME, QUERY_NAME, NEGATIVES_NAME = "positive", "query", "negatives"
+
+
+class PairScores:
+    """Scores of (query, document) pairs, looked up by content."""
+
+    def __init__(self, documents: Documents, pairs: Pairs, scores: np.ndarray) -> None:
+        self._documents = documents
+        codes = pairs.queries << 32 | pairs.documents
+        order = np.argsort(codes, kind="stable")
+        self._codes, self._scores = codes[order], scores[order]
+
+    def of(self, query: int, items: Sequence[Item]) -> list[float | None]:
+        """The score of each item for a query, None where it is not known."""
+        codes = query << 32 | self._documents.find_contents([content_key(item) for item in items])
+        if not len(self._codes):
+            return [None] * len(items)
+        places = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
+        pairs = zip(self._codes[places] == codes, self._scores[places], strict=True)
+        return [round(float(score), 6) if is_known else None for is_known, score in pairs]
+
+
+class RowMaker:
+    """Joins the rows with what was chosen for their queries."""
+
+    def __init__(
+        self, rows: Rows, documents: Documents, known: Known, config: MineConfig, chosen: Chosen, scores: PairScores
+    ) -> None:
+        """`chosen`: of all queries. `scores`: of what the rows have already."""
+        self._rows, self._documents, self._known, self._config = rows, documents, known, config
+        self._chosen, self._scores = chosen, scores
+        self.num_negatives = self.num_short = self.num_dropped = self.num_rows = 0
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows to write, in the order of the input."""
+        turns = np.zeros(self._known.num_queries, np.int64)
+        for row in range(len(self._rows)):
+            query = int(self._known.query_of_row[row])
+            own = self._of_turn(query, int(turns[query]))
+            turns[query] += 1
+            made = self._row(row, query, own)
+            self.num_short += len(own) < self._config.num_negatives
+            if not made[NEGATIVES_NAME] and self._config.on_missing == "drop":
+                self.num_dropped += 1
+                continue
+            self.num_rows += 1
+            self.num_negatives += len(own)
+            yield made
+
+    def _of_turn(self, query: int, turn: int) -> list[int]:
+        """Columns of the negatives for a query's row number `turn`: rows of one query take turns."""
+        there = np.flatnonzero(self._chosen.documents[query] >= 0)
+        number = self._config.num_negatives
+        if len(there) <= number:
+            return [int(column) for column in there]
+        return [int(there[(turn * number + place) % len(there)]) for place in range(number)]
+
+    def _row(self, row: int, query: int, columns: Sequence[int]) -> dict[str, Any]:
+        table, number = self._rows.locate(row)
+        record, example = table.record(number), table.example(number)
+        folder = table.image_folder
+        made = dict(record)
+        if not self._config.keep_negatives:
+            made = {name: value for name, value in made.items() if not _is_negative(name)}
+        if made.get(QUERY_NAME) is None:
+            made[QUERY_NAME] = row_value(example.query, folder)
+        if made.get(POSITIVE_NAME) is None:
+            values = [row_value(item, folder) for item in example.positives]
+            made[POSITIVE_NAME] = values if len(values) > 1 else values[0]
+        before = made.get(NEGATIVES_NAME)
+        kept = before if isinstance(before, list) else [] if before is None else [before]
+        numbers = [int(self._chosen.documents[query, column]) for column in columns]
+        made[NEGATIVES_NAME] = kept + [row_value(self._documents.item(one), folder) for one in numbers]
+        ids = [self._documents.identity(one) for one in numbers]
+        if any(identity is not None for identity in ids):
+            made["negative_ids"] = [None] * len(kept) + ids
+        if self._config.scores:
+            made["positive_scores"] = self._scores.of(query, example.positives)
+            given = self._scores.of(query, example.negatives) if len(example.negatives) == len(kept) else []
+            own = [round(float(self._chosen.scores[query, column]), 6) for column in columns]
+            made["negative_scores"] = (given or [None] * len(kept)) + own
+        return made
+
+
+def _is_negative(name: str) -> bool:
+    return name in NEGATIVE_NAMES or name.rpartition("_")[0] in ("neg", "negative")

@@ -1,0 +1,186 @@
+"""mine(): from a config to a file of training data with hard negatives. It reads top to bottom."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vembed.config.schema import TrainConfig
+from vembed.distributed.session import Session, start_session
+from vembed.evaluation.progress import duration
+from vembed.mining.calibration import Calibration, calibrate
+from vembed.mining.candidates import CandidateStore
+from vembed.mining.choice import Chooser, Chosen, Limits
+from vembed.mining.config import BM25, MineConfig
+from vembed.mining.documents import Documents, open_documents
+from vembed.mining.known import Known, Pairs
+from vembed.mining.lexical import check_bm25
+from vembed.mining.loading import Source, load_options
+from vembed.mining.merged import PairScores, RowMaker
+from vembed.mining.output import check_output, row_writer
+from vembed.mining.tables import Rows, open_rows
+
+log = logging.getLogger("vembed")
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class MineResult:
+    """What was written."""
+
+    output_path: Path
+    num_rows: int
+    num_negatives: int
+    num_short: int
+    """Rows that got fewer than `num_negatives`."""
+    counts: dict[str, int]
+    """Candidates, and how many of them were left out for which reason."""
+    limits: Limits
+    calibration: Calibration | None
+    """What `threshold: auto` found."""
+    num_encoded: int
+    """Vectors that were computed; the others were on disk."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is read before any model is loaded."""
+
+    rows: Rows
+    documents: Documents
+    known: Known
+
+    def summary(self) -> list[str]:
+        """Lines for the log."""
+        known = self.known
+        lines = [
+            f"data: {len(self.rows):,d} rows, {known.num_queries:,d} distinct queries, "
+            f"{len(known.positives):,d} known positives, {len(known.negatives):,d} negatives that are there already"
+        ]
+        return [*lines, self.documents.summary(), *known.notes]
+
+
+def read_inputs(config: MineConfig) -> Inputs:
+    """Check and read the data, the corpus and what is known."""
+    rows = open_rows(config)
+    documents = open_documents(config, rows)
+    return Inputs(rows, documents, Known(rows, documents, config))
+
+
+def mine(
+    source: Source, overrides: Sequence[str] = (), *, session: Session | None = None, say: Say | None = None
+) -> MineResult:
+    """Mine hard negatives as a YAML file, a dict or a MineConfig says, with `key=value` overrides.
+
+    With several processes it is collective: all call it, all encode and search, and the first one writes. `session`: of
+    the processes that call it, where there is one already. `say` gets each line of the log on the first process.
+    """
+    config = load_options(MineConfig, source, overrides)
+    target = check_config(config)
+    began = time.monotonic()
+    with ExitStack() as stack:
+        if session is None:
+            session = stack.enter_context(start_session(TrainConfig(model_name="", data_path=[], strategy="ddp")))
+        tell: Say = (say or log.info) if session.is_main else _nothing
+        inputs = read_inputs(config)
+        for line in inputs.summary():
+            tell(line)
+
+        folder = work_folder(config)
+        store = CandidateStore(config, inputs.documents, inputs.known, folder, session)
+        store.find_all()
+
+        calibration = calibrate(store.chunks(), config) if config.threshold == "auto" else None
+        if calibration is not None:
+            tell(calibration.summary(config.max_false_negative_rate))
+        limits = calibration.limits if calibration is not None else Limits.of(config)
+        chooser = Chooser(config, limits, inputs.documents, inputs.known, session)
+        chosen = _joined([chooser.choose(candidates, config.budget) for candidates in store.chunks()])
+        counts = chooser.counts()
+        tell(_counts_line(counts, chosen))
+
+        maker = RowMaker(
+            inputs.rows, inputs.documents, inputs.known, config, chosen, _known_scores(config, inputs, store)
+        )
+        if session.is_main:
+            with row_writer(target) as writer:
+                for row in maker.rows():
+                    writer.write(row)
+        session.barrier()
+        result = MineResult(
+            target, maker.num_rows, maker.num_negatives, maker.num_short, counts, limits, calibration,
+            store.num_encoded, time.monotonic() - began,
+        )  # fmt: skip
+        for line in _result_lines(result, maker, folder, config):
+            tell(line)
+        if session.is_main and not config.keep_work:
+            shutil.rmtree(folder, ignore_errors=True)
+        session.barrier()
+    return result
+
+
+def check_config(config: MineConfig) -> Path:
+    """Refuse what cannot work before anything is read; returns the file to write."""
+    if any(one.model == BM25 for one in config.all_retrievers()):
+        check_bm25()
+    return check_output(config.output_path)
+
+
+def work_folder(config: MineConfig) -> Path:
+    """Where vectors and intermediate results are."""
+    return Path(config.work_dir or f"{config.output_path}.work").expanduser()
+
+
+def _joined(parts: Sequence[Chosen]) -> Chosen:
+    return Chosen(np.concatenate([one.documents for one in parts]), np.concatenate([one.scores for one in parts]))
+
+
+def _known_scores(config: MineConfig, inputs: Inputs, store: CandidateStore) -> PairScores:
+    known, documents = inputs.known, inputs.documents
+    if not config.scores:
+        return PairScores(documents, Pairs.of(np.zeros(0), np.zeros(0)), np.zeros(0))
+    pairs = Pairs.union([known.positives, known.negatives])
+    return PairScores(documents, pairs, store.scores_of(pairs))
+
+
+def _counts_line(counts: dict[str, int], chosen: Chosen) -> str:
+    there = chosen.documents >= 0
+    mean = f", mean score {float(chosen.scores[there].mean()):.4f}" if there.any() else ""
+    return (
+        f"candidates: {counts['candidates']:,d}; left out: {counts['skipped']:,d} as the first ones, "
+        f"{counts['too_high']:,d} above the limit of their query, {counts['too_low']:,d} below min_score, "
+        f"{counts['near_duplicates']:,d} near-duplicates of a positive; chosen: {int(there.sum()):,d}{mean}"
+    )
+
+
+def _result_lines(result: MineResult, maker: RowMaker, folder: Path, config: MineConfig) -> list[str]:
+    lines = [
+        f"{result.output_path}: {result.num_rows:,d} rows with {result.num_negatives:,d} mined negatives, in "
+        f"{duration(result.seconds)} ({result.num_encoded:,d} vectors computed)"
+    ]
+    if result.num_short:
+        dropped = f", {maker.num_dropped:,d} of them dropped" if maker.num_dropped else ""
+        lines.append(
+            f"{result.num_short:,d} rows got fewer than {config.num_negatives} negatives{dropped}: raise top_k, or "
+            "lower relative_margin"
+        )
+    if config.keep_work:
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        lines.append(
+            f"{folder}: {size / 1e6:,.1f} MB of vectors and candidates, which a run with other choices uses again "
+            "(keep_work: false deletes it)"
+        )
+    return lines
+
+
+def _nothing(line: str) -> None:
+    """What the other processes say."""

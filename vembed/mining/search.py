@@ -1,0 +1,208 @@
+"""Exact top-k over all documents in tiles: beside the matrix product, one pass over each tile of scores."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vembed.distributed import collectives
+from vembed.distributed.session import Session
+from vembed.mining.known import Pairs
+from vembed.mining.vectors import VectorStore
+
+DOCUMENT_TILE = 2048
+QUERY_TILE = 256
+"""At most DOCUMENT_TILE x QUERY_TILE scores exist at once: 2 MiB, which stay in a CPU's cache."""
+BLOCK = 32
+"""Documents whose highest score is compared with the threshold first; only blocks above it are looked at."""
+WAITING = 24
+"""Candidates per query that may wait before they are sorted in and the threshold rises."""
+GATHERED_QUERIES = 8192
+
+NOTHING = torch.iinfo(torch.int64).min
+_LOW_32 = 0xFFFFFFFF
+
+
+class TopK:
+    """The best documents of some queries, of all tiles seen so far."""
+
+    def __init__(self, queries_QD: Tensor, k: int, excluded: Pairs) -> None:
+        """`excluded`: (position of the query, document) pairs that are left out. All queries are on one device."""
+        self.k = k
+        self.device = queries_QD.device
+        self._tiles = [
+            _QueryTile(part, k, excluded.among(first, first + len(part)), first)
+            for first, part in zip(
+                range(0, len(queries_QD), QUERY_TILE), torch.split(queries_QD, QUERY_TILE), strict=True
+            )
+        ]
+        self._buffer = torch.empty(DOCUMENT_TILE * QUERY_TILE, device=self.device)
+
+    def see(self, documents_TD: Tensor, first: int) -> None:
+        """Take in documents first, first + 1, ..., at most DOCUMENT_TILE, in ascending order of their numbers."""
+        documents_DT = documents_TD.to(self.device).T
+        for tile in self._tiles:
+            tile.see(documents_DT, first, self._buffer)
+
+    def keys(self) -> Tensor:
+        """[Q, k] one whole number per (score, document), best first; NOTHING where there are fewer than k."""
+        if not self._tiles:
+            return torch.empty((0, self.k), dtype=torch.int64, device=self.device)
+        return torch.cat([tile.finish() for tile in self._tiles])
+
+
+class _QueryTile:
+    """At most QUERY_TILE queries."""
+
+    def __init__(self, queries_QD: Tensor, k: int, excluded: Pairs, first_query: int) -> None:
+        self.queries_QD = queries_QD
+        self.num_queries, self.k = len(queries_QD), k
+        device = queries_QD.device
+        codes = (excluded.queries - first_query) << 32 | excluded.documents
+        self.excluded = torch.from_numpy(codes).to(device)  # ascending, as pairs are
+        by_document = np.argsort(excluded.documents, kind="stable")
+        self.excluded_queries = torch.from_numpy(excluded.queries[by_document] - first_query).to(device)
+        self.excluded_documents = torch.from_numpy(excluded.documents[by_document]).to(device)
+        self.best = torch.full((self.num_queries, k), NOTHING, dtype=torch.int64, device=device)
+        self.threshold = torch.full((self.num_queries,), -torch.inf, device=device)
+        self.is_full = False
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.num_waiting = 0
+
+    def see(self, documents_DT: Tensor, first: int, buffer: Tensor) -> None:
+        num_documents = documents_DT.shape[1]
+        scores = buffer[: self.num_queries * num_documents].view(self.num_queries, num_documents)
+        torch.mm(self.queries_QD, documents_DT, out=scores)
+        if not self.is_full:
+            self._take_all(scores, first)
+            return
+        whole = num_documents // BLOCK * BLOCK
+        if whole:
+            blocks = scores[:, :whole].unflatten(1, (-1, BLOCK))
+            query, block = torch.nonzero(blocks.amax(2) > self.threshold[:, None], as_tuple=True)
+            self._take(blocks[query, block], query, first + block * BLOCK)
+        if whole < num_documents:
+            everyone = torch.arange(self.num_queries, device=scores.device)
+            self._take(scores[:, whole:], everyone, torch.full_like(everyone, first + whole))
+        if self.num_waiting > WAITING * self.num_queries:
+            self._sort_in()
+
+    def finish(self) -> Tensor:
+        self._sort_in()
+        return self.best
+
+    def _take_all(self, scores_QT: Tensor, first: int) -> None:
+        """The first tiles, while there are fewer than k candidates: nothing can be skipped yet."""
+        num_documents = scores_QT.shape[1]
+        documents = torch.arange(first, first + num_documents, device=scores_QT.device)
+        keys = as_keys(scores_QT, documents)
+        begin, end = torch.searchsorted(
+            self.excluded_documents, torch.tensor([first, first + num_documents], device=keys.device)
+        ).tolist()
+        keys[self.excluded_queries[begin:end], self.excluded_documents[begin:end] - first] = NOTHING
+        self._keep(keys)
+
+    def _take(self, values_NB: Tensor, query: Tensor, first: Tensor) -> None:
+        """Let those of some blocks wait that are above the threshold; each block has its query and first document.
+
+        Documents come in ascending order: of equal scores the earlier one stays, so above is what counts."""
+        row, place = torch.nonzero(values_NB > self.threshold[query][:, None], as_tuple=True)
+        documents = first[row] + place
+        self._wait(query[row], as_keys(values_NB[row, place], documents), documents)
+
+    def _wait(self, query: Tensor, keys: Tensor, documents: Tensor) -> None:
+        if len(self.excluded):
+            codes = query << 32 | documents
+            place = torch.searchsorted(self.excluded, codes).clamp_(max=len(self.excluded) - 1)
+            allowed = self.excluded[place] != codes
+            query, keys = query[allowed], keys[allowed]
+        self.waiting.append((query, keys))
+        self.num_waiting += len(query)
+
+    def _sort_in(self) -> None:
+        if not self.num_waiting:
+            return
+        query = torch.cat([one for one, _ in self.waiting])
+        keys = torch.cat([one for _, one in self.waiting])
+        self.waiting, self.num_waiting = [], 0
+        query, order = torch.sort(query, stable=True)
+        counts = torch.bincount(query, minlength=self.num_queries)
+        starts = torch.cumsum(counts, 0) - counts
+        table = torch.full((self.num_queries, int(counts.max())), NOTHING, dtype=torch.int64, device=keys.device)
+        table[query, torch.arange(len(query), device=keys.device) - starts[query]] = keys[order]
+        self._keep(table)
+
+    def _keep(self, keys_QN: Tensor) -> None:
+        """The k best of those so far and these."""
+        self.best = torch.cat([self.best, keys_QN], dim=1).topk(self.k, dim=1).values
+        last = self.best[:, -1]
+        self.is_full = bool((last != NOTHING).all())
+        if self.is_full:
+            self.threshold = scores_of(last)
+
+
+def search(
+    queries_QD: Tensor, store: VectorStore, num_candidates: int, k: int, excluded: Pairs, session: Session
+) -> tuple[np.ndarray, np.ndarray]:
+    """[Q, k] numbers of the best documents among the first `num_candidates`, and their scores; best first, of equal
+    scores the lower number first; -1 and -inf where there are fewer.
+
+    Collective: every rank searches its shards for all queries and gets the same result as one rank alone would.
+    """
+    best = TopK(queries_QD.to(session.device), k, excluded)
+    for shard in store.of_rank(session):
+        if shard.first >= num_candidates:
+            continue
+        for first, tile in store.tiles(shard, DOCUMENT_TILE):
+            if first < num_candidates:
+                best.see(tile[: num_candidates - first], first)
+    keys = _merged(best.keys(), k, session.world_size).cpu()
+    return documents_of(keys).numpy(), scores_of(keys).numpy()
+
+
+def pair_scores(queries_QD: Tensor, store: VectorStore, pairs: Pairs, session: Session) -> np.ndarray:
+    """The score of each pair (position of the query, document). Collective: each rank looks up its own shards."""
+    found = torch.zeros(len(pairs))
+    order = np.argsort(pairs.documents, kind="stable")
+    ordered = pairs.documents[order]
+    for shard in store.of_rank(session):
+        begin, end = np.searchsorted(ordered, [shard.first, shard.last])
+        if begin == end:
+            continue
+        chosen = order[begin:end]
+        for start in range(0, len(chosen), DOCUMENT_TILE):
+            part = chosen[start : start + DOCUMENT_TILE]
+            documents = store.rows(shard, pairs.documents[part])
+            found[part] = torch.einsum("nd,nd->n", queries_QD[pairs.queries[part]], documents)
+    return collectives.sum_tensor(found).numpy()
+
+
+def as_keys(scores: Tensor, documents: Tensor) -> Tensor:
+    """One whole number per score and document that sorts as (score, lower number) does, without ties."""
+    bits = (scores.contiguous() + 0.0).view(torch.int32)  # + 0.0: there is one zero
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    return (ordered << 32) + (_LOW_32 - documents)
+
+
+def documents_of(keys: Tensor) -> Tensor:
+    """The documents of keys, -1 for NOTHING."""
+    return torch.where(keys == NOTHING, -1, _LOW_32 - (keys & _LOW_32))
+
+
+def scores_of(keys: Tensor) -> Tensor:
+    """The scores of keys, -inf for NOTHING."""
+    ordered = (keys >> 32).to(torch.int32)
+    bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+    return torch.where(keys == NOTHING, -torch.inf, bits.view(torch.float32))
+
+
+def _merged(keys_QK: Tensor, k: int, world_size: int) -> Tensor:
+    """The k best over all ranks, on every rank."""
+    if world_size == 1:
+        return keys_QK
+    parts = []
+    for part in torch.split(keys_QK, GATHERED_QUERIES):
+        gathered = collectives.all_gather_rows(part, [len(part)] * world_size)
+        parts.append(gathered.view(world_size, len(part), k).transpose(0, 1).reshape(len(part), -1).topk(k, 1).values)
+    return torch.cat(parts) if parts else keys_QK

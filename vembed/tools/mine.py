@@ -1,0 +1,161 @@
+"""`vembed mine`, `vembed audit`, `vembed generate`: their words, several processes, and what a dry run prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vembed.config.schema import Frozen
+from vembed.errors import UserError
+from vembed.mining.config import BM25, MineConfig
+from vembed.mining.loading import describe_options, load_options
+
+PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
+LAUNCH_FLAGS = {"nproc": "num_processes", "num-machines": "num_machines", "machine-rank": "machine_rank"}
+
+
+@dataclass(frozen=True)
+class Words:
+    """What stands after the verb, sorted."""
+
+    config: str | None
+    overrides: tuple[str, ...]
+    num_processes: int = 1
+    num_machines: int = 1
+    machine_rank: int = 0
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    is_dry_run: bool = False
+
+    def again(self) -> list[str]:
+        """The config and options as words, for the processes that are started."""
+        return [*([self.config] if self.config else []), *self.overrides]
+
+
+def parse_words(verb: str, words: Sequence[str]) -> Words:
+    """Sort the words: a config file, key=value, --key value, and what starts several processes."""
+    config: str | None = None
+    overrides: list[str] = []
+    numbers: dict[str, int] = {}
+    ip, port, is_dry_run = None, None, False
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            if PAIR.match(word):
+                overrides.append(word)
+            elif config is None:
+                config = word
+            else:
+                raise UserError(f"unexpected {word} beside the config {config}: options are key=value or --key value")
+            continue
+        name, has_value, value = word[2:].partition("=")
+        if name == "dry-run":
+            is_dry_run = True
+            continue
+        if not has_value:
+            if not rest:
+                raise UserError(f"{word} needs a value")
+            value = rest.pop(0)
+        if name in LAUNCH_FLAGS:
+            numbers[LAUNCH_FLAGS[name]] = _whole(word, value)
+        elif name == "main-process-ip":
+            ip = value
+        elif name == "main-process-port":
+            port = _whole(word, value)
+        else:
+            overrides.append(f"{name.replace('-', '_')}={value}")
+    if config is None and not overrides:
+        raise UserError(f"which config? Give its file, or key=value: `vembed {verb} --help` lists the options")
+    return Words(config, tuple(overrides), main_process_ip=ip, main_process_port=port, is_dry_run=is_dry_run, **numbers)
+
+
+def options_help(verb: str, about: str, kind: type[Frozen]) -> str:
+    """What `--help` prints."""
+    lines = [
+        f"Usage: vembed {verb} [CFG] [KEY=VALUE | --KEY VALUE] ...",
+        "",
+        about,
+        "",
+        "Flags: --dry-run, --nproc N; on several machines --num-machines N --machine-rank R --main-process-ip ADDRESS.",
+        "",
+        "Options, in the config file or as words:",
+    ]
+    for name, default, text in describe_options(kind):
+        lines.append(f"  {name} ({default})")
+        lines.append(f"      {text}")
+    return "\n".join(lines) + "\n"
+
+
+def start_others(verb: str, words: Words) -> int | None:
+    """Start the verb on several processes and return its exit code; None where this is one of them, or the only one."""
+    if os.environ.get("LOCAL_RANK") or (words.num_processes == 1 and words.num_machines == 1):
+        return None
+    if words.num_machines > 1 and words.main_process_ip is None:
+        raise UserError(
+            f"--num-machines {words.num_machines} needs --main-process-ip, the address of machine 0, and a "
+            "--machine-rank for each"
+        )
+    from vembed.distributed.launch import launch, rank_environments
+
+    environments = rank_environments(
+        words.num_processes,
+        num_machines=words.num_machines,
+        machine_rank=words.machine_rank,
+        main_process_ip=words.main_process_ip,
+        main_process_port=words.main_process_port,
+    )
+    return launch([sys.executable, "-m", "vembed", verb, *words.again()], environments)
+
+
+def run_mine(words: Sequence[str]) -> int:
+    """`vembed mine`."""
+    parsed = parse_words("mine", words)
+    config = load_options(MineConfig, parsed.config, parsed.overrides)
+    if parsed.is_dry_run:
+        sys.stdout.write(describe_mining(config, parsed))
+        return 0
+    from vembed.mining.run import check_config
+
+    check_config(config)
+    if (code := start_others("mine", parsed)) is not None:
+        return code
+    from vembed.mining.run import mine
+
+    mine(config, say=speak)
+    return 0
+
+
+def describe_mining(config: MineConfig, words: Words) -> str:
+    """What a dry run prints: the options, what the data hold, and what would be done. No model is loaded."""
+    from vembed.mining.run import check_config, read_inputs, work_folder
+
+    target = check_config(config)
+    inputs = read_inputs(config)
+    lines = [f"{name}: {value}" for name, value in config.model_dump(mode="json", exclude_unset=True).items()]
+    lines += ["", *inputs.summary()]
+    for one in config.all_retrievers():
+        what = "indexed" if one.model == BM25 else "encoded"
+        lines.append(
+            f"{one.model}: {len(inputs.documents):,d} documents and {inputs.known.num_queries:,d} queries {what}"
+        )
+    folder = work_folder(config)
+    lines.append(f"{folder}: {'is there, and what fits is used again' if folder.exists() else 'would be made'}")
+    lines.append(f"processes: {words.num_processes * words.num_machines}")
+    lines.append(f"would write: {target}")
+    return "\n".join(lines) + "\n"
+
+
+def speak(line: str) -> None:
+    """Print a line of the log."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def _whole(flag: str, text: str) -> int:
+    if not text.isdecimal():
+        raise UserError(f"{flag} must be a whole number, but is {text}")
+    return int(text)
