@@ -15,6 +15,7 @@ __all__ = [
     "fsdp_print_memory_usage",
     "load_config",
     "merge",
+    "mine",
     "train",
     "unify_model_dtype_for_fsdp",
 ]
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from vembed.errors import UserError
     from vembed.evaluation.scores import evaluate
     from vembed.inference.embedder import Embedder
+    from vembed.mining.run import mine
     from vembed.training.run import train
     from vembed.weights.edit import edit
     from vembed.weights.merge import merge
@@ -39,6 +41,7 @@ _HOME = {
     "fsdp_print_memory_usage": "vembed.distributed.memory",
     "load_config": "vembed.config.loading",
     "merge": "vembed.weights.merge",
+    "mine": "vembed.mining.run",
     "train": "vembed.training.run",
     "unify_model_dtype_for_fsdp": "vembed.distributed.parameters",
 }

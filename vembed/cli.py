@@ -168,6 +168,22 @@ app.command()(cli_weights.merge)
 app.command()(cli_weights.edit)
 
 
+@app.command(context_settings=WORDS_ARE_OURS)
+def mine(words: Words = None) -> None:
+    """Find hard negatives for training data in a corpus. `vembed mine --help` lists the options."""
+
+    def call() -> int:
+        from vembed.mining.config import MineConfig
+        from vembed.tools.mine import options_help, run_mine
+
+        if {"-h", "--help"} & set(words or []):
+            sys.stdout.write(options_help("mine", str(mine.__doc__), MineConfig))
+            return 0
+        return run_mine(words or [])
+
+    _end(call)
+
+
 @app.command()
 def demo(
     options: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE] ...", help="Options as of train.")] = None,

@@ -13,7 +13,7 @@ import numpy as np
 
 from vembed.data.cache import short_hash
 from vembed.distributed.session import Session
-from vembed.evaluation.progress import ProgressReport
+from vembed.progress import ProgressReport
 from vembed.mining.config import BM25, MineConfig, Retriever
 from vembed.mining.documents import Documents
 from vembed.mining.encoders import Encoder, encoder_identity, load_encoder

@@ -127,7 +127,7 @@ class Chooser:
         if self._config.sampling == "top" or not len(columns):
             return columns
         random = np.random.default_rng([self._config.seed, candidates.first + query])
-        draws = random.random(candidates.documents.shape[1])[columns]
+        draws = random.uniform(size=(candidates.documents.shape[1],))[columns]
         if self._config.sampling == "random":
             return columns[np.argsort(draws, kind="stable")]
         # Gumbel's trick: the order of score / temperature + noise is that of draws without replacement.

@@ -15,8 +15,8 @@ from vembed.data.cache import short_hash
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.errors import UserError
-from vembed.evaluation.embedder import Embedder
-from vembed.evaluation.encoding import encode_items
+from vembed.inference.embedder import Embedder
+from vembed.inference.encoding import encode_items
 from vembed.mining.config import ModelOptions, Retriever
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from vembed.config.schema import TrainConfig
 from vembed.distributed.session import Session, start_session
-from vembed.evaluation.progress import duration
+from vembed.progress import duration
 from vembed.mining.calibration import Calibration, calibrate
 from vembed.mining.candidates import CandidateStore
 from vembed.mining.choice import Chooser, Chosen, Limits

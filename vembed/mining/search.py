@@ -79,7 +79,7 @@ class _QueryTile:
             return
         whole = num_documents // BLOCK * BLOCK
         if whole:
-            blocks = scores[:, :whole].unflatten(1, (-1, BLOCK))
+            blocks = scores.as_strided((self.num_queries, whole // BLOCK, BLOCK), (num_documents, BLOCK, 1))
             query, block = torch.nonzero(blocks.amax(2) > self.threshold[:, None], as_tuple=True)
             self._take(blocks[query, block], query, first + block * BLOCK)
         if whole < num_documents:

@@ -17,7 +17,7 @@ from vembed.data.examples import Item, Kind
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.evaluation.progress import ProgressReport
+from vembed.progress import ProgressReport
 from vembed.mining.encoders import Encoder
 
 SMALLEST_SHARD, LARGEST_SHARD = 128, 16_384

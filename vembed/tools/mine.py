@@ -99,7 +99,7 @@ def start_others(verb: str, words: Words) -> int | None:
             f"--num-machines {words.num_machines} needs --main-process-ip, the address of machine 0, and a "
             "--machine-rank for each"
         )
-    from vembed.distributed.launch import launch, rank_environments
+    from vembed.distributed.launch import rank_environments, run_ranks
 
     environments = rank_environments(
         words.num_processes,
@@ -108,7 +108,7 @@ def start_others(verb: str, words: Words) -> int | None:
         main_process_ip=words.main_process_ip,
         main_process_port=words.main_process_port,
     )
-    return launch([sys.executable, "-m", "vembed", verb, *words.again()], environments)
+    return run_ranks([sys.executable, "-m", "vembed", verb, *words.again()], environments)
 
 
 def run_mine(words: Sequence[str]) -> int:
