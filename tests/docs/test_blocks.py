@@ -25,6 +25,9 @@ from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_config
 from vembed.errors import UserError
+from vembed.mining.config import MineConfig
+from vembed.mining.loading import load_options
+from vembed.tools.mine import run_mine
 from vembed.tools.train import run_train
 
 KNOWN_ELSEWHERE = {
@@ -88,6 +91,9 @@ def test_configs_load_A09_B20_C33(block: Block, tmp_path: Path) -> None:
     if "distributed_type" in values:
         read_accelerate_file(str(path))
         return
+    if "output_path" in values:
+        load_options(MineConfig, path)
+        return
     stages = list(values.get("training_stages", ())) or [None]
     for stage in stages:
         try:
@@ -136,6 +142,8 @@ def check_vembed(words: list[str]) -> None:
     verb, *rest = words
     if verb == "train":
         dry_run(rest)
+    elif verb == "mine":
+        assert rest == ["--help"] or run_mine([*rest, "--dry-run"]) == 0
     elif verb in ("config", "plan"):
         resolve_config(parse_train_arguments(rest or ["cfg.yaml"]).config)
     elif verb != "--help":

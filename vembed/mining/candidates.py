@@ -13,7 +13,6 @@ import numpy as np
 
 from vembed.data.cache import short_hash
 from vembed.distributed.session import Session
-from vembed.progress import ProgressReport
 from vembed.mining.config import BM25, MineConfig, Retriever
 from vembed.mining.documents import Documents
 from vembed.mining.encoders import Encoder, encoder_identity, load_encoder
@@ -21,6 +20,7 @@ from vembed.mining.known import Known, Pairs
 from vembed.mining.lexical import LexicalRetriever
 from vembed.mining.search import pair_scores, search
 from vembed.mining.vectors import VectorStore, encode_missing
+from vembed.progress import ProgressReport
 
 CHUNK = 32_768
 """Queries that are searched for together: what bounds the memory, and what a kill in the search loses."""
@@ -160,7 +160,8 @@ class CandidateStore:
         return short_hash(retrievers, config.top_k, config.fusion, config.rrf_k, sums, queries)
 
     def _path(self, first: int) -> Path:
-        return self._folder / "candidates" / self._name / f"{first:09d}.npz"
+        last = min(first + CHUNK, self._known.num_queries)
+        return self._folder / "candidates" / self._name / f"{first:09d}-{last:09d}.npz"
 
     def _save(self, found: Candidates) -> None:
         path = self._path(found.first)

@@ -90,7 +90,7 @@ class RowMaker:
         numbers = [int(self._chosen.documents[query, column]) for column in columns]
         made[NEGATIVES_NAME] = kept + [row_value(self._documents.item(one), folder) for one in numbers]
         ids = [self._documents.identity(one) for one in numbers]
-        if any(identity is not None for identity in ids):
+        if self._documents.has_ids:
             made["negative_ids"] = [None] * len(kept) + ids
         if self._config.scores:
             made["positive_scores"] = self._scores.of(query, example.positives)

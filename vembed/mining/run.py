@@ -14,7 +14,6 @@ import numpy as np
 
 from vembed.config.schema import TrainConfig
 from vembed.distributed.session import Session, start_session
-from vembed.progress import duration
 from vembed.mining.calibration import Calibration, calibrate
 from vembed.mining.candidates import CandidateStore
 from vembed.mining.choice import Chooser, Chosen, Limits
@@ -26,6 +25,7 @@ from vembed.mining.loading import Source, load_options
 from vembed.mining.merged import PairScores, RowMaker
 from vembed.mining.output import check_output, row_writer
 from vembed.mining.tables import Rows, open_rows
+from vembed.progress import duration
 
 log = logging.getLogger("vembed")
 

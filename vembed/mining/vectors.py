@@ -17,8 +17,8 @@ from vembed.data.examples import Item, Kind
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.progress import ProgressReport
 from vembed.mining.encoders import Encoder
+from vembed.progress import ProgressReport
 
 SMALLEST_SHARD, LARGEST_SHARD = 128, 16_384
 NUM_SHARDS_WANTED = 64

@@ -1,0 +1,67 @@
+"""Small training data and corpora, and a runner for the commands of the data engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.tiny import shared, texts, tiny_bert_st
+from vembed import Embedder
+from vembed.mining.run import MineResult, mine
+
+NUM_ROWS, NUM_DOCUMENTS = 40, 300
+MARGIN = 0.012
+"""Similarities of the tiny model are close to each other."""
+
+
+def model() -> str:
+    return str(shared(tiny_bert_st))
+
+
+def write_lines(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def documents() -> list[str]:
+    return texts(NUM_DOCUMENTS, seed=1, shortest=5, longest=12)
+
+
+def write_data(folder: Path) -> dict[str, Any]:
+    """Rows whose positives are in a corpus of 300 documents, and the options that name both."""
+    found = documents()
+    queries = [text.rpartition(" ")[0] for text in found[:NUM_ROWS]]
+    rows = [{"query": query, "positive": found[number], "id": f"r{number}"} for number, query in enumerate(queries)]
+    corpus = [{"_id": f"d{number}", "text": text} for number, text in enumerate(found)]
+    return {
+        "model_name": model(),
+        "data_path": str(write_lines(folder / "train.jsonl", rows)),
+        "corpus_path": str(write_lines(folder / "corpus.jsonl", corpus)),
+        "output_path": str(folder / "mined.jsonl"),
+        "num_negatives": 4,
+        "top_k": 50,
+        "relative_margin": MARGIN,
+    }
+
+
+def run(options: dict[str, Any], **changes: Any) -> tuple[list[dict[str, Any]], MineResult]:
+    """Mine in this process, and read what was written."""
+    lines: list[str] = []
+    result = mine({**options, **changes}, say=lines.append)
+    assert lines
+    return read_lines(result.output_path) if result.output_path.suffix == ".jsonl" else [], result
+
+
+def score_matrix(queries: list[str], found: list[str]) -> np.ndarray:
+    """[Q, N] similarities, in float64."""
+    embedder = Embedder(model(), device="cpu")
+    sides = (embedder.encode(queries, kind="query"), embedder.encode(found, kind="document"))
+    a, b = (side.astype(np.float64) for side in sides)
+    return a @ b.T

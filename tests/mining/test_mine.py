@@ -1,0 +1,331 @@
+"""`vembed mine`: what becomes a negative and what never does, for every kind of input and output."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tests.mining.data import MARGIN, documents, model, read_lines, run, score_matrix, write_data, write_lines
+from tests.tiny import texts
+from vembed import UserError, mine
+from vembed.config.schema import TrainConfig
+from vembed.data.sources import open_examples
+
+
+@pytest.fixture
+def options(tmp_path):
+    return write_data(tmp_path)
+
+
+def expected(options, highest, num_negatives=4):
+    """The best documents below each query's limit, without its positive."""
+    rows = read_lines(Path(options["data_path"]))
+    found = documents()
+    scores = score_matrix([row["query"] for row in rows], found)
+    wanted = []
+    for number, row_scores in enumerate(scores):
+        order = [one for one in np.argsort(-row_scores, kind="stable") if one != number]
+        allowed = [one for one in order[:50] if row_scores[one] <= highest(row_scores[number])]
+        wanted.append([found[one] for one in allowed[:num_negatives]])
+    return wanted
+
+
+def test_the_best_below_the_margin(options):
+    rows, result = run(options)
+    assert [row["negatives"] for row in rows] == expected(options, lambda positive: positive - MARGIN * abs(positive))
+    before = read_lines(Path(options["data_path"]))
+    assert [{name: row[name] for name in ("query", "positive", "id")} for row in rows] == before
+    found = documents()
+    assert all(row["negative_ids"] == [f"d{found.index(one)}" for one in row["negatives"]] for row in rows)
+    assert result.num_rows == 40
+    assert result.num_negatives == sum(len(row["negatives"]) for row in rows)
+    assert result.num_encoded == 340
+
+
+@pytest.mark.parametrize(
+    "changes, highest",
+    [
+        ({"relative_margin": None}, lambda positive: np.inf),
+        ({"relative_margin": None, "margin": 0.015}, lambda positive: positive - 0.015),
+        ({"relative_margin": None, "max_score": 0.97}, lambda positive: 0.97),
+        ({"relative_margin": 0.02}, lambda positive: positive - 0.02 * abs(positive)),
+        ({"relative_margin": 0.02, "margin": 0.01}, lambda positive: positive - 0.02 * abs(positive)),
+    ],
+)
+def test_limits(options, changes, highest):
+    rows, _ = run(options, **changes)
+    assert [row["negatives"] for row in rows] == expected(options, highest)
+
+
+def test_first_ones_are_skipped_and_low_ones_left_out(options):
+    plain, _ = run(options, relative_margin=None, num_negatives=6, scores=True)
+    skipped, _ = run(options, relative_margin=None, num_negatives=4, skip_first=2)
+    assert [row["negatives"] for row in skipped] == [row["negatives"][2:] for row in plain]
+    lowest = float(np.median([row["negative_scores"][3] for row in plain]))
+    kept, result = run(options, relative_margin=None, num_negatives=6, min_score=lowest, scores=True)
+    assert [row["negatives"] for row in kept] == [
+        [one for one, score in zip(row["negatives"], row["negative_scores"], strict=True) if score >= lowest]
+        for row in plain
+    ]
+    assert result.counts["too_low"] > 0
+    assert result.num_short > 0
+
+
+def test_scores_are_those_of_the_model(options):
+    rows, _ = run(options, scores=True)
+    scores = score_matrix([row["query"] for row in rows], documents())
+    found = documents()
+    for number, row in enumerate(rows):
+        assert row["positive_scores"] == pytest.approx([scores[number, number]], abs=1e-5)
+        wanted = [scores[number, found.index(one)] for one in row["negatives"]]
+        assert row["negative_scores"] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("sampling", ["random", "softmax"])
+def test_sampling_is_drawn_from_the_candidates_and_repeats(options, sampling):
+    rows, _ = run(options, sampling=sampling, seed=1)
+    again, _ = run(options, sampling=sampling, seed=1)
+    other, _ = run(options, sampling=sampling, seed=2)
+    assert rows == again
+    assert rows != other
+    limits, _ = run(options, num_negatives=50)
+    for row, allowed in zip(rows, limits, strict=True):
+        assert set(row["negatives"]) <= set(allowed["negatives"])
+        assert len(set(row["negatives"])) == min(4, len(allowed["negatives"]))
+
+
+def test_known_positives_are_never_negatives(tmp_path):
+    """By content in other case and spaces, across rows of one query, by id, by qrels, and the query itself."""
+    found = documents()
+    query = found[0]
+    corpus = [{"_id": f"d{number}", "text": text} for number, text in enumerate(found)]
+    rows = [
+        {"query": query, "positive": found[1]},
+        {"query": f"  {query.upper()} ", "positive": found[2].upper()},
+        {"query": query, "positive": "something else", "positive_ids": ["d3", "d4"], "query_id": "q"},
+    ]
+    qrels = tmp_path / "qrels.tsv"
+    qrels.write_text("query-id\tcorpus-id\tscore\nq\td5\t1\nq\td6\t0\n")
+    made, result = run(
+        {
+            "model_name": model(),
+            "data_path": str(write_lines(tmp_path / "rows.jsonl", rows)),
+            "corpus_path": str(write_lines(tmp_path / "corpus.jsonl", corpus)),
+            "qrels_path": str(qrels),
+            "output_path": str(tmp_path / "mined.jsonl"),
+            "num_negatives": 299,
+            "top_k": 300,
+            "relative_margin": None,
+            "near_duplicate": None,
+        }
+    )
+    for row in made:
+        assert set(row["negatives"]) == set(found) - set(found[:6])
+    assert result.counts["candidates"] == 294
+
+
+def test_near_duplicates_of_a_positive_are_no_negatives(tmp_path):
+    positive = "the quick way to sort a list of numbers in place without a copy of the list"
+    near = f"Note: {positive}, really!"
+    far = "a slow way to read a file of letters into a string with a loop over all lines"
+    options = {
+        "model_name": model(),
+        "data_path": str(write_lines(tmp_path / "rows.jsonl", [{"query": "sort a list", "positive": positive}])),
+        "corpus_path": str(write_lines(tmp_path / "corpus.jsonl", [positive, near, far])),
+        "output_path": str(tmp_path / "mined.jsonl"),
+        "relative_margin": None,
+    }
+    rows, result = run(options)
+    assert rows[0]["negatives"] == [far]
+    assert result.counts["near_duplicates"] == 1
+    rows, _ = run(options, near_duplicate=None)
+    assert set(rows[0]["negatives"]) == {near, far}
+
+
+def test_the_documents_of_the_data_are_the_corpus_by_default(tmp_path):
+    found = documents()[:30]
+    rows = [{"question": f"find {number}", "answer": text} for number, text in enumerate(found)]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    made, _ = run(
+        {
+            "model_name": model(), "data_path": str(path), "output_path": str(tmp_path / "mined.jsonl"),
+            "relative_margin": None, "num_negatives": 2,
+        }
+    )  # fmt: skip
+    assert all(set(row["negatives"]) < set(found) - {row["positive"]} for row in made)
+    assert all(row["query"] == row["question"] and row["positive"] == row["answer"] for row in made)
+    # Training reads the result as it is, and finds everything in it.
+    store = open_examples(TrainConfig(model_name="", data_path="x"), str(tmp_path / "mined.jsonl"))
+    assert [len(store[number].negatives) for number in range(len(store))] == [2] * 30
+
+
+def test_negatives_that_are_there_stay_or_are_replaced(tmp_path):
+    options = write_data(tmp_path)
+    rows = read_lines(Path(options["data_path"]))
+    own = [{**row, "negatives": ["my own negative text"]} for row in rows]
+    write_lines(tmp_path / "train.jsonl", own)
+    kept, _ = run(options, scores=True)
+    assert all(row["negatives"][0] == "my own negative text" for row in kept)
+    assert all(len(row["negative_scores"]) == len(row["negatives"]) == len(row["negative_ids"]) for row in kept)
+    replaced, _ = run(options, keep_negatives=False)
+    assert [row["negatives"] for row in replaced] == [row["negatives"][1:] for row in kept]
+
+
+def test_rows_of_one_query_take_turns(tmp_path):
+    found = documents()
+    rows = [{"query": "the cat", "positive": found[number]} for number in range(3)]
+    options = {
+        "model_name": model(),
+        "data_path": str(write_lines(tmp_path / "rows.jsonl", rows)),
+        "corpus_path": str(write_lines(tmp_path / "corpus.jsonl", found)),
+        "output_path": str(tmp_path / "mined.jsonl"),
+        "relative_margin": None,
+        "num_negatives": 2,
+    }
+    same, _ = run(options)
+    assert len({tuple(row["negatives"]) for row in same}) == 1
+    turns, _ = run(options, per_query_budget=6)
+    assert len({one for row in turns for one in row["negatives"]}) == 6
+
+
+def test_a_beir_folder_is_data_and_corpus(tmp_path):
+    found = documents()[:60]
+    write_lines(tmp_path / "corpus.jsonl", [{"_id": f"d{n}", "title": "t", "text": one} for n, one in enumerate(found)])
+    write_lines(tmp_path / "queries.jsonl", [{"_id": f"q{n}", "text": one} for n, one in enumerate(texts(8, seed=5))])
+    (tmp_path / "qrels").mkdir()
+    lines = [f"q{number}\td{2 * number + place}\t1" for number in range(8) for place in range(2)]
+    (tmp_path / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\n" + "\n".join(lines) + "\n")
+    rows, _ = run(
+        {"model_name": model(), "data_path": str(tmp_path), "output_path": str(tmp_path / "m.jsonl"),
+         "relative_margin": None, "top_k": 58, "num_negatives": 58, "near_duplicate": None}
+    )  # fmt: skip
+    for number, row in enumerate(rows):
+        assert row["positive"] == [f"t {found[2 * number]}", f"t {found[2 * number + 1]}"]
+        assert row["query_id"] == f"q{number}"
+        assert set(row["negatives"]) == {f"t {one}" for one in found} - set(row["positive"])
+
+
+def test_parquet_in_and_out_keeps_every_column(tmp_path):
+    options = write_data(tmp_path)
+    lines, _ = run(options)
+    import pyarrow as pa
+
+    rows = [{**row, "extra": [1, 2]} for row in read_lines(Path(options["data_path"]))]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    run(options, data_path=str(tmp_path / "train.parquet"), output_path=str(tmp_path / "mined.parquet"))
+    found = pq.read_table(tmp_path / "mined.parquet").to_pylist()
+    assert [{**row, "extra": [1, 2]} for row in lines] == found
+    store = open_examples(TrainConfig(model_name="", data_path="x"), str(tmp_path / "mined.parquet"))
+    assert len(store) == 40
+
+
+def test_bm25_alone_and_fused(options):
+    rows, result = run(options, model_name="bm25", relative_margin=None, scores=True)
+    for row in rows[:10]:
+        assert all(set(row["query"].split()) & set(one.split()) for one in row["negatives"])
+        assert row["negative_scores"] == sorted(row["negative_scores"], reverse=True)
+    assert result.num_encoded == 0
+    fused = {**options, "retrievers": ["bm25", {"model": model(), "weight": 2.0}], "relative_margin": None}
+    del fused["model_name"]
+    for fusion in ("rrf", "scores"):
+        both, _ = run(fused, fusion=fusion, scores=True)
+        dense, _ = run(options, relative_margin=None, scores=True)
+        assert both != dense
+        # Scores are the model's, whoever found the document.
+        scores = score_matrix([row["query"] for row in both], documents())
+        wanted = [[scores[n, documents().index(one)] for one in row["negatives"]] for n, row in enumerate(both)]
+        assert [row["negative_scores"] for row in both] == [pytest.approx(one, abs=1e-5) for one in wanted]
+
+
+def test_vectors_are_kept_for_other_choices_and_made_again_for_other_texts(options, tmp_path):
+    first, result = run(options)
+    assert result.num_encoded == 340
+    _, result = run(options, num_negatives=2)
+    assert result.num_encoded == 0
+    shards = sorted((tmp_path / "mined.jsonl.work").rglob("document-*.npy"))
+    assert len(shards) == 3
+    shards[1].unlink()
+    again, result = run(options)
+    assert again == first
+    assert result.num_encoded == 128
+    corpus = read_lines(tmp_path / "corpus.jsonl")
+    corpus[299]["text"] += " changed"
+    write_lines(tmp_path / "corpus.jsonl", corpus)
+    _, result = run(options)
+    assert result.num_encoded == 300 - 256
+    _, result = run(options, keep_work=False)
+    assert not (tmp_path / "mined.jsonl.work").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_short_vectors(options, dtype):
+    rows, _ = run(options, scores=True)
+    short, _ = run(options, vector_dtype=dtype, scores=True)
+    tolerance = {"float16": 2e-3, "bfloat16": 2e-2}[dtype]
+    for row, other in zip(rows, short, strict=True):
+        assert row["positive_scores"] == pytest.approx(other["positive_scores"], abs=tolerance)
+    assert sum(row["negatives"] == other["negatives"] for row, other in zip(rows, short, strict=True)) > 5
+
+
+def test_the_threshold_is_calibrated(tmp_path):
+    """Queries with two positives of nearly equal score: without a threshold the hidden one would be mined."""
+    found = documents()
+    rows = [{"query": found[n], "positive": [f"{found[n]} red", f"{found[n]} blue"]} for n in range(60)]
+    options = {
+        "model_name": model(),
+        "data_path": str(write_lines(tmp_path / "rows.jsonl", rows)),
+        "output_path": str(tmp_path / "mined.jsonl"),
+        "num_negatives": 4,
+        "threshold": "auto",
+        "max_false_negative_rate": 0.02,
+    }
+    _, result = run(options)
+    assert result.calibration.rate_without > 0.1
+    assert result.calibration.rate <= 0.02
+    assert result.limits.relative_margin > 0.0
+    single = [{"query": row["query"], "positive": row["positive"][0]} for row in rows]
+    write_lines(tmp_path / "rows.jsonl", single)
+    _, result = run(options)
+    assert result.limits.max_score is not None
+    write_lines(tmp_path / "rows.jsonl", single[:5])
+    with pytest.raises(UserError, match="5 are too few"):
+        run(options)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_negative": 3}, "unknown key 'num_negative', did you mean 'num_negatives'"),
+        ({"sampling": "tops"}, "sampling must be 'top', 'random' or 'softmax', but is 'tops'; did you mean 'top'"),
+        ({"top_k": 3}, "top_k: 3 must be at least skip_first . num_negatives: 0 . 4"),
+        ({"retrievers": ["bm25"]}, "give model_name or retrievers, one of them"),
+        ({"output_path": "x.csv"}, r"write .jsonl or .parquet"),
+        ({"output_path": "no/folder/x.jsonl"}, "is no folder"),
+        ({"corpus_path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
+        ({"query_id_field": "nope"}, "query_id_field: nope is a field that no row has"),
+        ({"relative_margin": 1.5}, "relative_margin must be less than or equal to 1, but is 1.5"),
+    ],
+)
+def test_mistakes_are_one_sentence(options, changes, message):
+    with pytest.raises(UserError, match=message):
+        mine({**options, **changes})
+
+
+def test_the_command(options, tmp_path, monkeypatch, capsys):
+    from vembed.tools.mine import run_mine
+
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{name}: {json.dumps(value)}" for name, value in options.items() if name != "num_negatives"]
+    Path("mine.yaml").write_text("\n".join(lines))
+    assert run_mine(["mine.yaml", "num_negatives=3", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "300 to search" in out
+    assert "would write" in out
+    assert not Path("mined.jsonl").exists()
+    assert run_mine(["mine.yaml", "--num-negatives", "3"]) == 0
+    assert max(len(row["negatives"]) for row in read_lines(Path("mined.jsonl"))) == 3
+    Path("mine.yaml").write_text("\n".join([*lines, "relative_margn: 0.1"]))
+    with pytest.raises(UserError, match=r"mine.yaml, line 7: unknown key 'relative_margn', did you mean"):
+        run_mine(["mine.yaml"])

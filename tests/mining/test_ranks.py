@@ -1,0 +1,81 @@
+"""The same result for one, two and three ranks, and after a rank was killed in the middle."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.harness import rank_outcomes, run_ranks
+from tests.mining.data import read_lines, write_data
+from vembed.mining import candidates
+from vembed.mining.run import mine
+from vembed.mining.vectors import VectorStore
+
+
+def mined(options, chunk=candidates.CHUNK):
+    candidates.CHUNK = chunk
+    result = mine(options)
+    return result.counts, result.num_encoded
+
+
+def killed_at_the_third_shard(options):
+    write, written = VectorStore.write, []
+
+    def write_and_count(self, shard, vectors):
+        written.append(shard)
+        if len(written) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, shard, vectors)
+
+    VectorStore.write = write_and_count
+    return mined(options)
+
+
+def killed_in_the_search(options):
+    save = candidates.CandidateStore._save
+
+    def save_and_end(self, found):
+        save(self, found)
+        if found.first:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    candidates.CandidateStore._save = save_and_end
+    return mined(options, 16)
+
+
+@pytest.fixture
+def options(tmp_path):
+    base = write_data(tmp_path)
+    retrievers = ["bm25", base.pop("model_name")]
+    return {**base, "retrievers": retrievers, "scores": True, "sampling": "random", "work_dir": str(tmp_path / "work")}
+
+
+def test_the_same_for_any_number_of_ranks(options, tmp_path):
+    found = []
+    for world_size in (1, 2, 3):
+        own = {
+            **options,
+            "output_path": str(tmp_path / f"{world_size}.jsonl"),
+            "work_dir": str(tmp_path / f"w{world_size}"),
+        }
+        outcomes = run_ranks(mined, world_size, own)
+        assert outcomes == [outcomes[0]] * world_size
+        assert outcomes[0][1] == 340
+        found.append((outcomes[0][0], read_lines(Path(own["output_path"]))))
+    assert found[0] == found[1] == found[2]
+    assert sum(len(row["negatives"]) for row in found[0][1]) > 100
+
+
+@pytest.mark.parametrize(
+    "killed, chunk, num_missing", [(killed_at_the_third_shard, 40, 340 - 40 - 128), (killed_in_the_search, 16, 0)]
+)
+def test_a_killed_run_goes_on_where_it_was(options, tmp_path, killed, chunk, num_missing):
+    whole = {**options, "output_path": str(tmp_path / "whole.jsonl"), "work_dir": str(tmp_path / "other")}
+    ((counts, num_all),) = run_ranks(mined, 1, whole)
+    assert num_all == 340
+    (outcome,) = rank_outcomes(killed, 1, options)
+    assert outcome.exitcode == -signal.SIGKILL
+    assert not Path(options["output_path"]).exists()
+    assert run_ranks(mined, 2, options, chunk) == [(counts, num_missing)] * 2
+    assert read_lines(Path(options["output_path"])) == read_lines(tmp_path / "whole.jsonl")

@@ -1,0 +1,64 @@
+"""Exact top-k in tiles against a full sort, in every corner: ties, exclusions, few documents, odd sizes."""
+
+import numpy as np
+import pytest
+import torch
+
+from vembed.mining import search
+from vembed.mining.known import Pairs
+from vembed.mining.search import TopK, documents_of, scores_of
+
+
+def found_by_tiles(queries, documents, k, excluded, tile):
+    best = TopK(queries, k, excluded)
+    for first in range(0, len(documents), tile):
+        best.see(documents[first : first + tile], first)
+    keys = best.keys()
+    return documents_of(keys).numpy(), scores_of(keys).numpy()
+
+
+def found_by_sort(scores, k, excluded):
+    """Best first, of equal scores the lower number first."""
+    scores = scores.copy()
+    scores[excluded.queries, excluded.documents] = -np.inf
+    order = np.lexsort((np.broadcast_to(np.arange(scores.shape[1]), scores.shape), -scores), axis=1)[:, :k]
+    found = np.take_along_axis(scores, order, axis=1)
+    order = np.where(found > -np.inf, order, -1)
+    if order.shape[1] < k:
+        order = np.pad(order, ((0, 0), (0, k - order.shape[1])), constant_values=-1)
+    return order
+
+
+@pytest.mark.parametrize("num_queries", [1, 5, 33])
+@pytest.mark.parametrize("num_documents", [3, 64, 257, 1000])
+@pytest.mark.parametrize("k", [1, 10, 70])
+def test_equal_to_a_sort(num_queries, num_documents, k, monkeypatch):
+    monkeypatch.setattr(search, "QUERY_TILE", 16)
+    monkeypatch.setattr(search, "DOCUMENT_TILE", 70)
+    draw = np.random.default_rng(num_documents * k)
+    # Whole numbers give exact sums and many ties.
+    queries = draw.integers(-2, 3, (num_queries, 6)).astype(np.float32)
+    documents = draw.integers(-2, 3, (num_documents, 6)).astype(np.float32)
+    pairs = draw.integers(0, [num_queries, num_documents], (num_queries * 4, 2))
+    excluded = Pairs.of(pairs[:, 0], pairs[:, 1])
+    found, scores = found_by_tiles(torch.from_numpy(queries), torch.from_numpy(documents), k, excluded, 70)
+    wanted = found_by_sort((queries @ documents.T).astype(np.float64), k, excluded)
+    np.testing.assert_array_equal(found, wanted)
+    known = found >= 0
+    row = np.nonzero(known)[0]
+    np.testing.assert_array_equal(scores[known], np.einsum("nd,nd->n", queries[row], documents[found[known]]))
+    assert np.isneginf(scores[~known]).all()
+
+
+def test_keys_sort_as_scores_and_then_numbers():
+    scores = torch.tensor([-torch.inf, -2.5, -0.0, 0.0, 1e-30, 3.0, 3.0])
+    keys = search.as_keys(scores, torch.tensor([0, 1, 3, 2, 4, 6, 5]))
+    assert keys.argsort(descending=True).tolist() == [6, 5, 4, 3, 2, 1, 0]
+    np.testing.assert_array_equal(scores_of(keys), scores)
+
+
+def test_nothing_is_lost_where_later_documents_are_better(monkeypatch):
+    """Scores that rise: every block passes the threshold."""
+    documents = torch.linspace(-1, 1, 3000)[:, None]
+    found, _ = found_by_tiles(torch.ones(3, 1), documents, 20, Pairs.of(np.zeros(0), np.zeros(0)), 512)
+    assert found.tolist() == [list(range(2999, 2979, -1))] * 3
