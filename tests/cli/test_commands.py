@@ -13,7 +13,7 @@ from tests.tiny import shared, tiny_bert
 from vembed.config.loading import load_config
 from vembed.config.options import all_options
 from vembed.errors import UserError
-from vembed.tools.init import FAMILIES
+from vembed.families.table import FAMILIES
 from vembed.training.run import train
 
 ROOT = Path(__file__).parents[2]

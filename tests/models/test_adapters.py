@@ -211,10 +211,11 @@ def test_the_libraries_of_adapters_say_nothing_of_kernels():
 from tests.tiny import shared, tiny_bert
 from transformers import BertModel
 from vembed.config.schema import TrainConfig
+from vembed.families.table import FAMILIES
 from vembed.models.adapters import add_adapters
 folder = shared(tiny_bert)
 model = BertModel.from_pretrained(folder)
-add_adapters(model, "text_encoder", TrainConfig(model_name=str(folder), data_path="d", use_lora=True))
+add_adapters(model, FAMILIES["text_encoder"], TrainConfig(model_name=str(folder), data_path="d", use_lora=True))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
     assert "kernels" not in done.stdout + done.stderr

@@ -22,6 +22,8 @@ PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Number]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), Number]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Number]
 Dtype = Literal["float32", "bfloat16", "float16"]
+FamilyName = Literal["text_encoder", "text_decoder", "clip", "siglip", "image_encoder", "vision_language", "composed"]
+"""Names of the model families. `vembed/families/table.py` has a record for each."""
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.005, 1.0
 """Limits of a learned temperature."""
 
@@ -114,9 +116,7 @@ class TrainConfig(Frozen):
     # ---- model -------------------------------------------------------------------------------------------------
     model_name: str
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
-    model_family: Literal[
-        "auto", "text_encoder", "text_decoder", "clip", "siglip", "image_encoder", "vision_language", "composed"
-    ] = "auto"
+    model_family: Literal["auto", FamilyName] = "auto"
     """Kind of model. `auto`: from the model's config and files; the log gives the reason."""
     model_revision: str | None = None
     """Branch, tag or commit on the Hub. Default: the main branch."""

@@ -13,7 +13,8 @@ from vembed.data.examples import ImageRef, Item, Kind
 from vembed.data.pixels import Pixels, blank_image
 from vembed.data.processing import ChatProcessing, TextProcessing
 from vembed.errors import UserError
-from vembed.families.description import Modality, ModelDescription
+from vembed.families.description import ModelDescription
+from vembed.families.table import Modality
 
 _ENTRY_BYTES = 400
 """Estimated overhead of one cached entry besides its token ids, in bytes."""

@@ -155,7 +155,7 @@ class Padding:
         self._left = description.padding_side == "left"
         self._masked = "attention_mask" in tokenizer.model_input_names
         # SigLIP pools the last position, padding included, so all texts must have the same length.
-        self.fixed_length = description.max_length if description.family == "siglip" else None
+        self.fixed_length = description.max_length if description.traits.has_fixed_length else None
 
     def pad(self, rows: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
         """Return input_ids [n, length], and attention_mask if a row is padded."""

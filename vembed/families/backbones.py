@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -19,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from vembed.errors import UserError
-from vembed.families.description import Family, Pooling
+from vembed.families.table import Family, Pooling
 
 log = logging.getLogger(__name__)
 
@@ -103,10 +105,8 @@ def shape_of(config: PretrainedConfig, family: Family, *, trust_remote_code: boo
 
 def _hidden_dim(config: PretrainedConfig, family: Family) -> int:
     values = config.to_dict()
-    if family == "clip":
-        return int(values["projection_dim"])
-    if family == "siglip":
-        return int(values["vision_config"]["hidden_size"])
+    if family.embedding_size is not None:
+        return int(reduce(getitem, family.embedding_size, values))
     if "hidden_sizes" in values:
         return int(values["hidden_sizes"][-1])
     return int(config.get_text_config().hidden_size)

@@ -1,4 +1,4 @@
-"""Model families, and the decisions that depend on them: pooling, prompts, lengths and sizes."""
+"""Decisions about one model, by its family and its files: family, pooling, attention, sizes and similarity."""
 
 from __future__ import annotations
 
@@ -9,24 +9,12 @@ from typing import Literal, cast, get_args
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.families import backbones
-from vembed.families.description import DESCRIPTION_FILE, Family, Modality, ModelDescription, Pooling
+from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.families.facts import Facts, gather, is_causal, max_length, padding_side, prompts
 from vembed.families.model_files import model_folder, read_json
+from vembed.families.table import FAMILIES, Evidence, Family, Pooling, recognised_by
 
-CLIP_TYPES = frozenset({"clip", "metaclip_2"})
-SIGLIP_TYPES = frozenset({"siglip", "siglip2"})
-VISION_LANGUAGE_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 SMALLEST_MRL_DIM = 64
-
-_MODALITYS: dict[Family, tuple[Modality, ...]] = {
-    "text_encoder": ("text",),
-    "text_decoder": ("text",),
-    "clip": ("text", "image"),
-    "siglip": ("text", "image"),
-    "image_encoder": ("image",),
-    "vision_language": ("text", "multimodal"),
-    "composed": ("text", "image"),
-}
 
 
 def describe(config: TrainConfig) -> ModelDescription:
@@ -37,17 +25,17 @@ def describe(config: TrainConfig) -> ModelDescription:
     bidirectional = _bidirectional(facts, family)
     pooling = _pooling(facts, family, causal=is_causal(facts, family) and not bidirectional)
     query_prompt, document_prompt = prompts(facts)
-    image = _image_tower(facts) if family == "composed" else None
+    image = _image_tower(facts) if family.has_two_models else None
     hidden_dim = shape.hidden_dim if image is None else _shared_dim(facts, shape.hidden_dim, image.hidden_dim)
     base_dim = _embedding_dim_before_mrl(facts, hidden_dim)
     mrl_dims, embedding_dim = _matryoshka(facts, base_dim)
     return ModelDescription(
-        family=family,
+        family=family.name,
         source=str(facts.backbone),
         embedding_dim=embedding_dim,
         hidden_dim=hidden_dim,
         pooling=pooling,
-        modalities=_MODALITYS[family],
+        modalities=family.modalities,
         layer_classes=shape.layer_classes if image is None else (*shape.layer_classes, *image.layer_classes),
         max_length=max_length(facts, family),
         padding_side=padding_side(facts, family),
@@ -79,50 +67,53 @@ def describe(config: TrainConfig) -> ModelDescription:
 def _family(facts: Facts) -> Family:
     detected, reason = _detect(facts)
     asked = facts.config.model_family
+    wanted = None if asked == "auto" else FAMILIES[asked]
     if facts.config.image_model_name is not None:
-        if detected not in ("text_encoder", "text_decoder", "composed") or asked not in ("auto", "composed"):
+        if not (detected.reads_only_text or detected.has_two_models) or not (wanted is None or wanted.has_two_models):
             raise UserError(
                 f"image_model_name adds an image tower to a text model, but {facts.config.model_name} is of the family "
-                f"{detected if asked == 'auto' else asked}; leave image_model_name out"
+                f"{(wanted or detected).name}; leave image_model_name out"
             )
         facts.reasons["family"] = f"image_model_name: {facts.config.image_model_name} is its second tower"
-        return "composed"
-    if asked == "composed" and detected != "composed":
-        raise UserError("model_family: composed needs image_model_name, the tower for images")
-    if asked == "auto":
+        return _recognised("image_model_name")
+    if wanted is None:
         facts.reasons["family"] = reason
         return detected
-    text: tuple[Family, ...] = ("text_encoder", "text_decoder")
-    if asked != detected and not (asked in text and detected in text):
+    if wanted.has_two_models and not detected.has_two_models:
+        raise UserError(f"model_family: {asked} needs image_model_name, the tower for images")
+    if wanted != detected and not (wanted.reads_only_text and detected.reads_only_text):
         raise UserError(
-            f"model_family: {asked} does not fit {facts.config.model_name}, whose config.json makes it {detected} "
-            f"({reason}); leave model_family out"
+            f"model_family: {asked} does not fit {facts.config.model_name}, whose config.json makes it "
+            f"{detected.name} ({reason}); leave model_family out"
         )
-    facts.reasons["family"] = f"model_family in the config (detected: {detected}, {reason})"
-    return asked
+    facts.reasons["family"] = f"model_family in the config (detected: {detected.name}, {reason})"
+    return wanted
 
 
 def _detect(facts: Facts) -> tuple[Family, str]:
     kind = facts.model_type
     reason = f"model_type {kind} in config.json"
     if facts.saved is not None:
-        return facts.saved.family, f"from {DESCRIPTION_FILE}"
-    if kind in CLIP_TYPES:
-        return "clip", reason
-    if kind in SIGLIP_TYPES:
-        return "siglip", reason
-    if kind in VISION_LANGUAGE_TYPES:
-        return "vision_language", reason
+        return facts.saved.traits, f"from {DESCRIPTION_FILE}"
+    by_type = recognised_by("model_type", kind)
+    if by_type is not None:
+        return by_type, reason
     if backbones.takes_pixels(facts.model_config, trust_remote_code=facts.config.trust_remote_code):
-        return "image_encoder", f"{reason}: its input is pixels"
+        return _recognised("pixel_input"), f"{reason}: its input is pixels"
     if "vision_config" in facts.model_config.to_dict():
         raise UserError(
             f"{facts.config.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
-            f"supported: {', '.join(sorted(VISION_LANGUAGE_TYPES | CLIP_TYPES | SIGLIP_TYPES))}"
+            f"supported: {', '.join(sorted(kind for family in FAMILIES.values() for kind in family.model_types))}"
         )
     if backbones.is_decoder_only(facts.model_config):
-        return "text_decoder", f"{reason}: a decoder-only language model"
-    return "text_encoder", reason
+        return _recognised("decoder_only"), f"{reason}: a decoder-only language model"
+    return _recognised("text_input"), reason
+
+
+def _recognised(evidence: Evidence) -> Family:
+    family = recognised_by(evidence)
+    assert family is not None
+    return family
 
 
 @dataclass(frozen=True)
@@ -146,7 +137,7 @@ def _image_tower(facts: Facts) -> _ImageTower:
             f"image_model_name: {folder} is of the type {config.model_type}, which is not an image encoder; "
             "give one such as a ViT, DINOv2 or ConvNeXt"
         )
-    shape = backbones.shape_of(config, "image_encoder", trust_remote_code=facts.config.trust_remote_code)
+    shape = backbones.shape_of(config, _recognised("pixel_input"), trust_remote_code=facts.config.trust_remote_code)
     pooling, reason = backbones.image_pooling(config)
     facts.reasons["image_pooling"] = reason
     return _ImageTower(str(folder), shape.hidden_dim, pooling, shape.layer_classes)
@@ -154,7 +145,7 @@ def _image_tower(facts: Facts) -> _ImageTower:
 
 def _shared_dim(facts: Facts, text_dim: int, image_dim: int) -> int:
     """Return the size of the space that both towers of a composed model are projected into."""
-    if facts.saved is not None and facts.saved.family == "composed":
+    if facts.saved is not None and facts.saved.traits.has_two_models:
         return facts.saved.hidden_dim
     if facts.config.composed_dim is not None:
         facts.reasons["hidden_dim"] = "composed_dim in the config"
@@ -173,7 +164,7 @@ def _bidirectional(facts: Facts, family: Family) -> bool:
     if asked and not causal:
         raise UserError(
             f"bidirectional_attention: true is for decoder-only models, and {facts.config.model_name} is of the family "
-            f"{family}, whose attention is already bidirectional; leave it out"
+            f"{family.name}, whose attention is already bidirectional; leave it out"
         )
     if causal:
         facts.reasons["bidirectional_attention"] = (
@@ -190,12 +181,12 @@ def _pooling(facts: Facts, family: Family, *, causal: bool) -> Pooling:
             raise UserError(own_reason)
         facts.reasons["pooling"] = own_reason
         return own
-    if family in ("clip", "siglip"):
+    if family.pools_itself:
         raise UserError(
             f"pooling: {asked} is not available for {facts.config.model_name}, whose embedding is the output of its "
-            f"{family} projection; leave pooling out"
+            f"{family.name} projection; leave pooling out"
         )
-    if family == "image_encoder" and (asked in ("last", "weighted_mean") or (asked == "cls" and own == "own")):
+    if not family.reads_text and (asked in ("last", "weighted_mean") or (asked == "cls" and own == "own")):
         raise UserError(
             f"pooling: {asked} has no meaning for {facts.config.model_name}, an image encoder "
             f"{'without a class token' if asked == 'cls' else 'whose tokens have no order'}; use mean or max"
@@ -214,8 +205,8 @@ def _pooling(facts: Facts, family: Family, *, causal: bool) -> Pooling:
 
 def _own_pooling(facts: Facts, family: Family, *, causal: bool) -> tuple[Pooling | None, str]:
     """Return the model's own pooling and the reason, or None and an error message if vembed does not support it."""
-    if family in ("clip", "siglip"):
-        return "own", f"{family} projects its features itself"
+    if family.pools_itself:
+        return "own", f"{family.name} projects its features itself"
     if facts.saved is not None:
         return facts.saved.pooling, f"from {DESCRIPTION_FILE}"
     if facts.files is not None and facts.files.poolings:
@@ -236,15 +227,11 @@ def _own_pooling(facts: Facts, family: Family, *, causal: bool) -> tuple[Pooling
                 "for every text; set pooling: last, or bidirectional_attention: true"
             )
         return cast(Pooling, facts.files.poolings[0]), f"from {where}"
-    if family == "image_encoder":
+    if not family.reads_text:
         return backbones.image_pooling(facts.model_config)
-    if family == "vision_language":
-        return "last", "the end-of-text token, default of the family (the model defines no pooling)"
-    if causal:
+    if causal and family.pooling != "last":
         return "last", "a causal decoder's last token is the only one that has seen the whole text"
-    if family == "text_decoder":
-        return "mean", "a decoder with bidirectional attention (the model defines no pooling)"
-    return "mean", "default of the family (the model defines no pooling)"
+    return family.pooling, family.pooling_reason
 
 
 # ---- sizes and similarity --------------------------------------------------------------------------------------

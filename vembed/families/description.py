@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-Family = Literal["text_encoder", "text_decoder", "clip", "siglip", "image_encoder", "vision_language", "composed"]
-Pooling = Literal["cls", "mean", "last", "weighted_mean", "max", "own"]
-Modality = Literal["text", "image", "multimodal"]
+from vembed.config.schema import FamilyName
+from vembed.families.table import FAMILIES, Family, Modality, Pooling
 
 DESCRIPTION_FILE = "vembed.json"
 """File with a saved model's description, in the model's folder."""
@@ -20,7 +19,7 @@ IMAGE_TOWER_FOLDER = "image_tower"
 class ModelDescription:
     """Properties of one model, used by training, evaluation, inference and the saved files."""
 
-    family: Family
+    family: FamilyName
     source: str
     """Local folder of weights, tokenizer and processor. For a Hub model: its snapshot in the Hub's cache."""
     embedding_dim: int
@@ -65,6 +64,11 @@ class ModelDescription:
     reasons: dict[str, str] = field(default_factory=dict)
     """Field -> reason for its value, for the log."""
 
+    @property
+    def traits(self) -> Family:
+        """The record of the model's family."""
+        return FAMILIES[self.family]
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for the saved description, without reasons and with paths relative to its folder."""
         values = asdict(self)
@@ -102,9 +106,9 @@ class ModelDescription:
 
 
 def _with_modalities(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a saved description under today's names; 0.1 wrote modalities, and vision for multimodal."""
-    if "modalities" not in values:
+    """Return the values of a saved description under today's names. 0.1 wrote `lanes`, and `vision` for multimodal."""
+    if "lanes" not in values:
         return values
     values = dict(values)
-    modalities = values.pop("modalities")
-    return values | {"modalities": ["multimodal" if modality == "multimodal" else modality for modality in modalities]}
+    lanes = values.pop("lanes")
+    return values | {"modalities": ["multimodal" if lane == "vision" else lane for lane in lanes]}

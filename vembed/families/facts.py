@@ -12,12 +12,10 @@ from transformers import PretrainedConfig
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.families import backbones
-from vembed.families.description import DESCRIPTION_FILE, Family, ModelDescription
+from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.families.model_files import SentenceTransformersFiles, read_json, read_model
+from vembed.families.table import Family
 
-LONGEST_BY_DEFAULT = 512
-LONGEST_BY_DEFAULT_WITH_IMAGES = 8192
-"""Default for vision-language models. Image tokens count too and must not be truncated."""
 _OFFSET_POSITIONS = frozenset(
     {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "roberta-prelayernorm"}
 )
@@ -87,9 +85,7 @@ def gather(config: TrainConfig) -> Facts:
 
 def is_causal(facts: Facts, family: Family) -> bool:
     """Return True if attention is causal by default, before the option bidirectional_attention is applied."""
-    return family in ("text_decoder", "vision_language") or (
-        family == "composed" and backbones.is_decoder_only(facts.model_config)
-    )
+    return backbones.is_decoder_only(facts.model_config) if family.is_causal is None else family.is_causal
 
 
 # ---- text settings ---------------------------------------------------------------------------------------------
@@ -131,10 +127,10 @@ def max_length(facts: Facts, family: Family) -> int:
     positions = text.to_dict().get("max_position_embeddings")
     if positions is not None and positions > 0 and facts.model_type in _OFFSET_POSITIONS:
         positions -= int(text.pad_token_id) + 1
-    if family == "image_encoder":
+    if not family.reads_text:
         facts.reasons["max_length"] = "an image encoder reads no text"
-        return asked or LONGEST_BY_DEFAULT
-    if family == "siglip":
+        return asked or family.longest_by_default
+    if family.has_fixed_length:
         if asked not in (None, positions):
             raise UserError(
                 f"max_length: {asked} does not fit {facts.config.model_name}: SigLIP pads every text to the "
@@ -150,7 +146,7 @@ def max_length(facts: Facts, family: Family) -> int:
             )
         facts.reasons["max_length"] = "max_length in the config"
         return asked
-    longest = LONGEST_BY_DEFAULT_WITH_IMAGES if family == "vision_language" else LONGEST_BY_DEFAULT
+    longest = family.longest_by_default
     limits = {
         "positions in config.json": positions,
         f"default limit of {longest}; set max_length to change it": longest,

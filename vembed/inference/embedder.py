@@ -16,7 +16,7 @@ from vembed.data.examples import ImageRef, Item, Kind
 from vembed.data.features import Featuriser
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.families.description import Pooling
+from vembed.families.table import Pooling
 from vembed.inference.encoding import default_budget, encode_items, first_dims
 from vembed.models.embedding_model import load_embedder
 from vembed.models.hidden_states import HiddenStates

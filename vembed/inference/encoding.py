@@ -18,7 +18,7 @@ from vembed.data.features import Features, Featuriser
 from vembed.data.feeding import Feeder, MicroBatch, ModalitySlice, row_index
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
-from vembed.families.description import Modality
+from vembed.families.table import Modality
 
 CHUNK = 16_384
 """Inputs per process that are tokenized, batched and gathered together. Bounds token ids and gathered rows in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from transformers.pytorch_utils import Conv1D
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.families.backbones import layers_of
-from vembed.families.description import Family
 from vembed.families.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
+from vembed.families.table import Family, Tower
 from vembed.models.quantized import dequantized, is_quantized, quieten_bitsandbytes
-from vembed.models.towers import names_frozen_by, towers_of
+from vembed.models.towers import names_frozen_by
 from vembed.models.two_towers import TwoTowers
 
 log = logging.getLogger(__name__)
@@ -29,11 +29,6 @@ _DOWN = f".lora_A.{_NAME}.weight"
 """Suffix of the parameter name of each adapter's first matrix (A)."""
 _PREFIX = "base_model.model."
 """Prefix that peft's files put before the backbone's parameter names."""
-_PROJECTIONS: dict[Family, dict[str, tuple[str, ...]]] = {
-    "clip": {"text": ("text_projection",), "vision": ("visual_projection",)},
-    "siglip": {"text": ("text_model.head",)},
-}
-"""Linear projections behind the towers. They get an adapter together with their tower."""
 
 
 def wants_adapters(config: TrainConfig) -> bool:
@@ -93,9 +88,8 @@ def target_names(backbone: nn.Module, family: Family, config: TrainConfig) -> li
     prefixes = _chosen_towers(family, config)
     linear = [name for name in linear_names(backbone) if name.startswith(prefixes)]
     inside = set(linear_names_inside_layers(backbone))
-    projections = _PROJECTIONS.get(family, {})
-    towers = projections if config.lora_towers == "all" else [config.lora_towers]
-    behind = [name for tower in towers for name in projections.get(tower, ())]
+    towers: Iterable[Tower] = family.adapter_targets if config.lora_towers == "all" else [config.lora_towers]
+    behind = [name for tower in towers for name in family.adapter_targets.get(tower, ())]
     wanted = config.lora_target_modules
     if wanted == "auto":
         return [name for name in linear if name in inside] + behind
@@ -104,12 +98,12 @@ def target_names(backbone: nn.Module, family: Family, config: TrainConfig) -> li
 
 
 def _chosen_towers(family: Family, config: TrainConfig) -> tuple[str, ...]:
-    towers = towers_of(family)
+    towers = family.towers
     if config.lora_towers == "all":
         return tuple(towers.values())
     if config.lora_towers not in towers:
         raise UserError(
-            f"lora_towers: {config.lora_towers} is not a tower of {config.model_name}, a {family} model; "
+            f"lora_towers: {config.lora_towers} is not a tower of {config.model_name}, a {family.name} model; "
             f"it has {' and '.join(towers)}"
         )
     return (towers[config.lora_towers],)

@@ -50,7 +50,7 @@ def build_backbone(
         if description.quantized:
             _round_layers(text)
         merge_saved_adapter(text, Path(description.adapter))
-    if description.family != "composed":
+    if not description.traits.has_two_models:
         return text
     assert description.image_source is not None
     assert description.text_hidden_dim is not None and description.image_hidden_dim is not None
@@ -134,12 +134,12 @@ def _round_layers(backbone: nn.Module) -> None:
 
 def cast_frozen_towers(config: TrainConfig, description: ModelDescription, backbone: nn.Module) -> None:
     """Towers of which nothing is trained need no float32 masters. A tower that is trained in part keeps one dtype."""
-    for tower in frozen_towers(backbone, description.family):
+    for tower in frozen_towers(backbone, description.traits):
         folder = description.image_source if tower == "vision" and description.image_source else description.source
         own = backbones.file_dtype(backbones.read_config(Path(folder), trust_remote_code=description.trust_remote_code))
         dtype = precision.frozen_dtype(config, own)
         log.info("%s tower: frozen, held in %s", tower, dtype)
-        tower_module(backbone, description.family, tower).to(dtype)
+        tower_module(backbone, description.traits, tower).to(dtype)
 
 
 def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
@@ -147,7 +147,7 @@ def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
 
     The model's own parameters may be empty (meta) or sharded.
     """
-    if description.family not in ("clip", "siglip"):
+    if not description.traits.has_scale_and_bias:
         return None
     found = {"logit_scale": 0.0, "logit_bias": 0.0}
     for path in sorted(Path(description.source).glob("*.safetensors")):

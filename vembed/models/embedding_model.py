@@ -14,7 +14,8 @@ from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.families import backbones
 from vembed.families.decisions import describe
-from vembed.families.description import Modality, ModelDescription
+from vembed.families.description import ModelDescription
+from vembed.families.table import Modality
 from vembed.models import cpu_kernels, packing, precision
 from vembed.models.adapters import add_adapters, wants_adapters
 from vembed.models.building import build_backbone, build_head, cast_frozen_towers, scale_and_bias
@@ -29,7 +30,7 @@ from vembed.models.modalities import (
 from vembed.models.quantized import settle
 from vembed.models.towers import freeze_parts, freeze_unused, frozen_towers, tower_module, towers_of_modality
 
-ModalitySlice = tuple[str, dict[str, Tensor]]
+ModalitySlice = tuple[Modality, dict[str, Tensor]]
 FEATURES = "features"
 """Key of inputs that are a tower's features already: the tower is left out."""
 
@@ -65,7 +66,7 @@ class EmbeddingModel(nn.Module):
             return [_wide(image_features(self.backbone, inputs)) for _, inputs in parts]
         return [self._embed(modality, inputs, features_only) for modality, inputs in parts]
 
-    def _embed(self, modality: str, inputs: dict[str, Tensor], features_only: bool) -> Tensor:
+    def _embed(self, modality: Modality, inputs: dict[str, Tensor], features_only: bool) -> Tensor:
         features = inputs.get(FEATURES)
         if features is None:
             features = tower_features(self.description, self.backbone, modality, inputs)
@@ -82,14 +83,14 @@ class EmbeddingModel(nn.Module):
         """Training mode, except for towers of which nothing is trained: their features stay the same all the time."""
         super().train(mode)
         if mode:
-            for tower in frozen_towers(self.backbone, self.description.family):
-                tower_module(self.backbone, self.description.family, tower).eval()
+            for tower in frozen_towers(self.backbone, self.description.traits):
+                tower_module(self.backbone, self.description.traits, tower).eval()
         return self
 
     def frozen_modalities(self) -> list[Modality]:
         """Modalities whose towers are all frozen: their features never change, so one forward pass of each input will
         do."""
-        frozen = frozen_towers(self.backbone, self.description.family)
+        frozen = frozen_towers(self.backbone, self.description.traits)
         return [
             modality for modality in self.description.modalities if set(towers_of_modality(modality)) <= set(frozen)
         ]
@@ -97,8 +98,8 @@ class EmbeddingModel(nn.Module):
     def bytes_of_frozen_images(self) -> int | None:
         """Bytes for each token of an image that the frozen image tower of a vision-language model gives, where what it
         gave can be handed to the language model again; otherwise None."""
-        family = self.description.family
-        if family != "vision_language" or frozen_towers(self.backbone, family) != ["vision"]:
+        family = self.description.traits
+        if not family.reads_chats or frozen_towers(self.backbone, family) != ["vision"]:
             return None
         if not takes_image_features(self.backbone):
             return None
@@ -106,7 +107,9 @@ class EmbeddingModel(nn.Module):
 
     def packs_texts(self) -> bool:
         """Whether texts go through the model without their padding."""
-        text = self.backbone.text_model if self.description.family == "composed" else self.backbone
+        text = self.backbone
+        if self.description.traits.has_two_models:
+            text = tower_module(self.backbone, self.description.traits, "text")
         return packing.packs(text)
 
     # ---- the loss's learned scale and bias -------------------------------------------------------------------------
@@ -171,13 +174,13 @@ def build_model(
         torch.manual_seed(config.seed)  # new weights depend on the seed alone, not on what was drawn before
         backbone = build_backbone(config, description, computes_on, meta=meta and not config.use_qlora)
         if wants_adapters(config):
-            add_adapters(backbone, description.family, config)
+            add_adapters(backbone, description.traits, config)
             settle(backbone)
         head = build_head(config, description)
     model = EmbeddingModel(description, backbone, head, scale_and_bias=scale_and_bias(description))
-    freeze_unused(backbone, description.family, description.image_pooling or description.pooling)
+    freeze_unused(backbone, description.traits, description.image_pooling or description.pooling)
     if not wants_adapters(config):  # which keep out of frozen parts, and freeze all others themselves
-        freeze_parts(backbone, description.family, config.freeze)
+        freeze_parts(backbone, description.traits, config.freeze)
         cast_frozen_towers(config, description, backbone)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"freeze: {config.freeze} leaves nothing of {config.model_name} to train; freeze less of it")

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from vembed.errors import UserError
 from vembed.families.backbones import layers_of
-from vembed.families.description import ModelDescription, Pooling
+from vembed.families.description import ModelDescription
+from vembed.families.table import Pooling
 from vembed.models import packing
 from vembed.models.modalities import padding_mask
 from vembed.models.pooling import pool
-from vembed.models.towers import tower_module, towers_of
+from vembed.models.towers import tower_module
 
 
 class HiddenStates(nn.Module):
@@ -32,10 +33,10 @@ class HiddenStates(nn.Module):
     ) -> None:
         """`model`: what is called, sharded or not; `backbone`: the part of it that holds the layers."""
         super().__init__()
-        if "text" not in towers_of(description.family):
+        if "text" not in description.traits.towers:
             raise UserError(f"{description.name} has no text tower, and hidden states are those of a text tower")
         self.model = model
-        tower = tower_module(backbone, description.family, "text")
+        tower = tower_module(backbone, description.traits, "text")
         self._stack = layers_of(tower)
         self._packs = packing.packs(tower)
         deepest = len(self._stack)

@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from vembed.families.description import Modality, ModelDescription
+from vembed.families.description import ModelDescription
+from vembed.families.table import Modality
 from vembed.models.processors import load_image_processor
 from vembed.models.towers import tower_module, towers_of_modality
 
@@ -36,7 +37,7 @@ def tower_identity(description: ModelDescription, backbone: Any, modality: Modal
         settings += [type(processor).__name__, processor.to_dict()]
     digest = hashlib.blake2b(digest_size=16)
     for tower in towers_of_modality(modality):
-        module: Any = tower_module(backbone, description.family, tower)
+        module: Any = tower_module(backbone, description.traits, tower)
         settings.append(type(module).__name__)
         for name, value in module.state_dict().items():
             if isinstance(value, Tensor):

@@ -7,6 +7,7 @@ trained.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,39 +16,38 @@ from torch import Tensor
 
 from vembed.families.backbones import is_decoder_only
 from vembed.families.description import ModelDescription
+from vembed.families.table import Forward, Modality
 from vembed.models import packing
 from vembed.models.pooling import pool
+from vembed.models.towers import tower_module, towers_of_modality
 
 IMAGE_FEATURES = "image_features"
 """Input key of the modality vision: precomputed output of the image tower, in place of the pixels."""
-_FAMILIES_WITH_PROJECTIONS = ("clip", "composed")
 
 Inputs = dict[str, Tensor]
 Backbone = Any
 """A Transformers model or TwoTowers. Their attributes are untyped."""
 
 
-def tower_features(description: ModelDescription, backbone: Backbone, modality: str, inputs: Inputs) -> Tensor:
+def tower_features(description: ModelDescription, backbone: Backbone, modality: Modality, inputs: Inputs) -> Tensor:
     """Return tower features [n, width], one vector per item of one modality's collated inputs."""
-    if description.family in ("clip", "siglip"):
-        return _contrastive_tower(description, backbone, modality, inputs)
-    if description.family == "composed":
-        if modality == "image":
-            assert description.image_pooling is not None
-            return _image(description.with_(pooling=description.image_pooling), backbone.vision_model, inputs)
-        return _text(description, backbone.text_model, inputs)
-    if modality == "image":
-        return _image(description, backbone, inputs)
-    if modality == "multimodal":
-        return _vision_language(description, backbone, inputs)
-    return _text(description, backbone, inputs)
+    family = description.traits
+    forward = family.forwards[modality]
+    if family.has_two_models or forward == "pooled_towers":
+        (tower,) = towers_of_modality(modality)
+        backbone = tower_module(backbone, family, tower)
+    if family.has_two_models and modality == "image":
+        assert description.image_pooling is not None
+        description = description.with_(pooling=description.image_pooling)
+    return _FORWARDS[forward](description, backbone, inputs)
 
 
-def project(description: ModelDescription, backbone: Backbone, modality: str, features: Tensor) -> Tensor:
+def project(description: ModelDescription, backbone: Backbone, modality: Modality, features: Tensor) -> Tensor:
     """Map tower features [n, width] to [n, hidden_dim]; the identity for families without projections."""
-    if description.family not in _FAMILIES_WITH_PROJECTIONS:
+    name = description.traits.projections.get(modality)
+    if name is None:
         return features
-    projection = backbone.text_projection if modality == "text" else backbone.visual_projection
+    projection = backbone.get_submodule(name)
     with torch.autocast(features.device.type, enabled=False):
         projected: Tensor = projection(features.to(projection.weight.dtype))
     return projected
@@ -92,7 +92,7 @@ def _text(description: ModelDescription, backbone: Backbone, inputs: Inputs) -> 
     arguments: dict[str, object] = {"input_ids": inputs["input_ids"]}
     if mask is not None:
         arguments["attention_mask"] = mask
-    if description.family == "vision_language" or is_decoder_only(backbone.config):
+    if description.traits.reads_chats or is_decoder_only(backbone.config):
         arguments["use_cache"] = False
         if mask is not None and description.padding_side == "left":
             # Positions count from the first real token. Otherwise they would depend on the amount of left padding.
@@ -100,7 +100,7 @@ def _text(description: ModelDescription, backbone: Backbone, inputs: Inputs) -> 
     return pool(description.pooling, backbone(**arguments).last_hidden_state, mask)
 
 
-def _vision_language(description: ModelDescription, backbone: Backbone, inputs: Inputs) -> Tensor:
+def _chat(description: ModelDescription, backbone: Backbone, inputs: Inputs) -> Tensor:
     """Return embeddings of token ids with images. The model computes its 3D positions (time, height, width) itself."""
     mask = padding_mask(inputs)
     arguments: dict[str, Any] = {key: value for key, value in inputs.items() if key != "attention_mask"}
@@ -133,17 +133,19 @@ def _image(description: ModelDescription, backbone: Backbone, inputs: Inputs) ->
     return pool(description.pooling, hidden, None)
 
 
-def _contrastive_tower(description: ModelDescription, backbone: Backbone, modality: str, inputs: Inputs) -> Tensor:
-    if modality == "image":
-        return _pooled(backbone.vision_model, inputs)
-    arguments = {"input_ids": inputs["input_ids"]}
-    if description.family == "clip":  # SigLIP was trained without a mask, on texts padded to a fixed length
-        mask = padding_mask(inputs)
-        if mask is not None:
-            arguments["attention_mask"] = mask
-    return _pooled(backbone.text_model, arguments)
-
-
-def _pooled(tower: Backbone, arguments: Inputs) -> Tensor:
+def _pooled_tower(description: ModelDescription, tower: Backbone, inputs: Inputs) -> Tensor:
+    arguments = {key: value for key, value in inputs.items() if key != "attention_mask"}
+    # A family with texts of fixed length was trained without a mask.
+    mask = None if description.traits.has_fixed_length else padding_mask(inputs)
+    if mask is not None:
+        arguments["attention_mask"] = mask
     pooled: Tensor = tower(**arguments).pooler_output
     return pooled
+
+
+_FORWARDS: dict[Forward, Callable[[ModelDescription, Backbone, Inputs], Tensor]] = {
+    "text": _text,
+    "image": _image,
+    "chat": _chat,
+    "pooled_towers": _pooled_tower,
+}

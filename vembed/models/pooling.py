@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vembed.families.description import Pooling
+from vembed.families.table import Pooling
 
 
 def pool(pooling: Pooling, hidden: Tensor, mask: Tensor | None) -> Tensor:

@@ -47,7 +47,7 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"the tokenizer of {source} cannot be loaded: {_first_line(error)}") from error
-    if description.family == "siglip":
+    if description.traits.has_fixed_length:
         # SigLIP was trained without an attention mask; this keeps other programs from creating one.
         tokenizer.model_input_names = ["input_ids"]
     if tokenizer.pad_token is None:
@@ -68,7 +68,7 @@ def load_image_processor(description: ModelDescription) -> Any:
         processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=description.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"the image processor of {source} cannot be loaded: {_first_line(error)}") from error
-    if description.family == "vision_language":
+    if description.traits.reads_chats:
         processor.size = {
             "shortest_edge": description.min_pixels or processor.size["shortest_edge"],
             "longest_edge": description.max_pixels or processor.size["longest_edge"],
@@ -108,7 +108,7 @@ def save_processors(description: ModelDescription, folder: Path) -> None:
     """Save tokenizer and image processor into the model's folder, with the settings that were used."""
     if "text" in description.modalities:
         tokenizer = load_tokenizer(description)
-        if description.family == "vision_language":
+        if description.traits.reads_chats:
             tokenizer.chat_template = load_chat_template(description, tokenizer).template
         tokenizer.save_pretrained(folder)
         _write_for_all_versions(folder / "tokenizer_config.json")

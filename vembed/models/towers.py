@@ -6,27 +6,17 @@ import difflib
 import logging
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
 from vembed.errors import UserError
 from vembed.families.backbones import is_never_used, layers_of
-from vembed.families.description import Family, Modality, Pooling
+from vembed.families.table import Family, Modality, Pooling, Tower
 
 log = logging.getLogger(__name__)
 
-_PREFIXES: dict[Family, dict[str, str]] = {
-    "text_encoder": {"text": ""},
-    "text_decoder": {"text": ""},
-    "image_encoder": {"vision": ""},
-    "clip": {"text": "text_model.", "vision": "vision_model."},
-    "siglip": {"text": "text_model.", "vision": "vision_model."},
-    "composed": {"text": "text_model.", "vision": "vision_model."},
-    "vision_language": {"text": "language_model.", "vision": "visual."},
-}
-"""Family -> tower -> prefix of its parameter names in the backbone."""
-_MODALITY_TOWERS: dict[Modality, tuple[str, ...]] = {
+_MODALITY_TOWERS: dict[Modality, tuple[Tower, ...]] = {
     "text": ("text",),
     "image": ("vision",),
     "multimodal": ("text", "vision"),
@@ -36,27 +26,20 @@ LOSS_PARAMETERS = ("logit_scale", "logit_bias")
 """Parameters of CLIP and SigLIP that the loss replaces by its own."""
 
 
-def towers_of(family: Family) -> dict[str, str]:
-    """Return tower (`text`, `vision`) -> prefix of its parameter names in the backbone."""
-    return _PREFIXES[family]
-
-
-def towers_of_modality(modality: Modality) -> tuple[str, ...]:
+def towers_of_modality(modality: Modality) -> tuple[Tower, ...]:
     """Return the towers that a modality's inputs pass through."""
     return _MODALITY_TOWERS[modality]
 
 
-def frozen_towers(backbone: nn.Module, family: Family) -> list[str]:
+def frozen_towers(backbone: nn.Module, family: Family) -> list[Tower]:
     """Return the towers without trained parameters."""
     trained = [name for name, parameter in backbone.named_parameters() if parameter.requires_grad]
-    return [
-        tower for tower, prefix in towers_of(family).items() if not any(name.startswith(prefix) for name in trained)
-    ]
+    return [tower for tower, prefix in family.towers.items() if not any(name.startswith(prefix) for name in trained)]
 
 
-def tower_module(backbone: nn.Module, family: Family, tower: str) -> nn.Module:
+def tower_module(backbone: nn.Module, family: Family, tower: Tower) -> nn.Module:
     """Return the tower's module; the backbone itself if it has a single tower."""
-    return backbone.get_submodule(towers_of(family)[tower].removesuffix("."))
+    return backbone.get_submodule(family.towers[tower].removesuffix("."))
 
 
 def freeze_unused(backbone: nn.Module, family: Family, image_pooling: Pooling | None) -> list[str]:
@@ -81,12 +64,12 @@ def freeze_unused(backbone: nn.Module, family: Family, image_pooling: Pooling | 
 
 def _norms_of_own_pooling(backbone: nn.Module, family: Family) -> tuple[str, ...]:
     """Return ConvNeXt's final norm: it follows the model's own pooling, so other poolings do not use it."""
-    if family not in ("image_encoder", "composed"):
+    if not family.has_image_encoder:
         return ()
     vision: Any = tower_module(backbone, family, "vision")
     if vision.config.model_type not in ("convnext", "convnextv2"):
         return ()
-    return (towers_of(family)["vision"] + "layernorm.",)
+    return (family.towers["vision"] + "layernorm.",)
 
 
 def freeze_parts(backbone: nn.Module, family: Family, parts: Sequence[str]) -> None:
@@ -109,12 +92,13 @@ def names_frozen_by(backbone: nn.Module, family: Family, parts: Sequence[str]) -
 
 def _names_of(backbone: nn.Module, family: Family, part: str) -> set[str]:
     every = [name for name, _ in backbone.named_parameters()]
-    if part in ("text", "vision"):
-        if part not in towers_of(family):
+    if part in get_args(Tower):
+        prefix = {str(tower): prefix for tower, prefix in family.towers.items()}.get(part)
+        if prefix is None:
             raise UserError(
-                f"freeze: {part} is not a tower of this {family} model; it has {', '.join(towers_of(family))}"
+                f"freeze: {part} is not a tower of this {family.name} model; it has {', '.join(family.towers)}"
             )
-        return {name for name in every if name.startswith(towers_of(family)[part])}
+        return {name for name in every if name.startswith(prefix)}
     layers = _layer_prefixes(backbone)
     if part == "embeddings":
         inside = tuple(prefix for prefixes in layers for prefix in prefixes)

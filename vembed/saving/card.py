@@ -54,7 +54,7 @@ def render_card(description: ModelDescription, card: Card, *, adapter_alone: boo
     `adapter_alone`: the folder has an adapter and no other weights.
     """
     name = base_model_name(description)
-    loads_in_sentence_transformers = description.family != "composed"
+    loads_in_sentence_transformers = description.traits.sentence_transformers is not None
     front: dict[str, Any] = {"library_name": "sentence-transformers" if loads_in_sentence_transformers else "vembed"}
     front["tags"] = [
         *(["sentence-transformers"] if loads_in_sentence_transformers else []),

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vembed.families.backbones import quiet_transformers, read_config
-from vembed.families.description import DESCRIPTION_FILE, Family, ModelDescription
+from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.adapters import has_adapters, merged_state, save_adapter
 from vembed.models.building import empty_backbone
 from vembed.models.heads import Head
@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "adapter"
 """Subfolder with the adapter that was merged into the saved weights."""
-TRAINED_BESIDES_ADAPTERS: tuple[Family, ...] = ("clip", "siglip", "composed")
-"""Families whose backbone has trained parameters besides adapters."""
 ADJUSTED_SETTINGS = ("mask_ratio",)
 """Settings of a published config.json that vembed changes for embedding."""
 WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
@@ -56,7 +54,7 @@ def save_model(
     """
     state = {clean_name(name): tensor.detach().cpu() for name, tensor in state.items()}
     weights = _part(state, "backbone.")
-    if not merge_adapters and description.family in TRAINED_BESIDES_ADAPTERS:
+    if not merge_adapters and not description.traits.has_untouched_adapters:
         log.info("save_merged: the whole model is saved (adapters alone would lose its projections, scale and bias)")
         merge_adapters = True
     if not merge_adapters and description.bidirectional_attention:
@@ -75,7 +73,7 @@ def save_model(
             _write_backbone(folder, backbone, _stored(weights, dtype))
         save_processors(description, folder)
         chat = None
-        if description.family == "vision_language":
+        if description.traits.reads_chats:
             chat = load_chat_template(description, load_tokenizer(description))
         write_layout(folder, description, head, _stored(_part(state, "head."), dtype), chat, changed)
         write_json(folder / DESCRIPTION_FILE, description.to_dict())

@@ -10,8 +10,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vembed.families.description import ModelDescription, Pooling
+from vembed.families.description import ModelDescription
 from vembed.families.model_files import read_json
+from vembed.families.table import Pooling
 from vembed.models.heads import Dense, Head
 from vembed.models.processors import ChatTemplate
 
@@ -75,10 +76,8 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def _backbone_module(description: ModelDescription) -> str:
-    if description.family == "composed":
-        return TWO_TOWERS
-    # Versions before 5.4 have a separate module for CLIP; later ones read it as a Transformer.
-    return MODULE + ("CLIPModel" if description.family == "clip" else "Transformer")
+    name = description.traits.sentence_transformers
+    return TWO_TOWERS if name is None else MODULE + name
 
 
 def _backbone_settings(folder: Path, description: ModelDescription, chat: ChatTemplate | None) -> dict[str, Any]:
@@ -87,7 +86,8 @@ def _backbone_settings(folder: Path, description: ModelDescription, chat: ChatTe
     A text model gets only the keys that all versions know. Any other model needs its modalities: without them version 6
     treats it as a text model.
     """
-    if description.modalities == ("text",) or description.family == "composed":
+    family = description.traits
+    if family.reads_only_text or family.has_two_models:
         return {"max_seq_length": description.max_length, "do_lower_case": False}
     settings: dict[str, Any] = {"transformer_task": "feature-extraction"}
     if chat is not None:
@@ -99,13 +99,13 @@ def _backbone_settings(folder: Path, description: ModelDescription, chat: ChatTe
         }
         settings["module_output_name"] = "token_embeddings"
         settings["processing_kwargs"] = {"chat_template": chat.options}
-    elif description.family in ("clip", "siglip"):
+    elif family.pools_itself:
         settings["modality_config"] = {
             "text": {"method": "get_text_features", "method_output_name": "pooler_output"},
             "image": {"method": "get_image_features", "method_output_name": "pooler_output"},
         }
         settings["module_output_name"] = "sentence_embedding"
-        if description.family == "siglip":
+        if family.has_fixed_length:
             settings["processing_kwargs"] = {
                 "text": {"padding": "max_length", "max_length": description.max_length},
                 "image": _patch_options(folder),

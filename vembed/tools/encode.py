@@ -23,7 +23,7 @@ from vembed.distributed import collectives
 from vembed.distributed.session import Session, start_session
 from vembed.errors import UserError
 from vembed.evaluation.dataset import titled_text
-from vembed.families.description import Pooling
+from vembed.families.table import Pooling
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import Progress, encode_items
 from vembed.progress import ProgressReport, duration

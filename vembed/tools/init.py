@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,51 +14,15 @@ from vembed.config.options import join_words, nearest
 from vembed.data.columns import Columns, guess_mapping
 from vembed.data.delimited import delimiter_of
 from vembed.errors import UserError
+from vembed.families.table import FAMILIES, Family, named
 
 NUM_RECORDS = 20
 """Number of records to inspect."""
 MAX_LINE = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Starter settings for one kind of model."""
-
-    model_name: str
-    about: str
-    max_length: int | None = 512
-    batch_size: int = 64
-    learning_rate: float = 2e-5
-    use_lora: bool = False
-    head_learning_rate: float | None = None
-    image_model_name: str | None = None
-
-
-FAMILIES = {
-    "text_encoder": Family("BAAI/bge-base-en-v1.5", "BERT-like text model"),
-    "text_decoder": Family("Qwen/Qwen3-Embedding-0.6B", "LLM-based text model", learning_rate=1e-4, use_lora=True),
-    "clip": Family("openai/clip-vit-base-patch32", "text and images, two towers", 77, 128, 1e-5),
-    "siglip": Family("google/siglip2-base-patch16-224", "text and images, two towers", 64, 128, 1e-5),
-    "image_encoder": Family("facebook/dinov2-base", "images only", None, 64, 1e-5),
-    "vision_language": Family(
-        "Qwen/Qwen3-VL-Embedding-2B", "text and images in one LLM-based model", 1024, 32, 1e-4, use_lora=True
-    ),
-    "composed": Family(
-        "BAAI/bge-base-en-v1.5",
-        "a text tower and an image tower",
-        128,
-        128,
-        2e-5,
-        head_learning_rate=1e-3,
-        image_model_name="facebook/dinov2-base",
-    ),
-}
-"""Starter settings by kind of model (model_family)."""
-ENCODER_ONLY_MODES = {"image_encoder": "i2i"}
-
-
 def run_init(
-    family: str = "text_encoder",
+    family: str,
     data: str = "train.jsonl",
     output: str = "vembed.yaml",
     *,
@@ -73,11 +36,12 @@ def run_init(
         raise UserError(f"--output {output}: a starter config is YAML: give a name that ends in .yaml")
     if path.exists() and not force:
         raise UserError(f"{output} exists already: give another --output, or --force to overwrite it")
-    if family not in FAMILIES:
+    kind = named(family)
+    if kind is None:
         near = nearest(family, FAMILIES)
         hint = f", did you mean {near!r}?" if near else f": give one of {join_words(list(FAMILIES))}"
         raise UserError(f"--family {family!r} is not known{hint}")
-    text = starter(family, data, model=model, val_data=val_data)
+    text = starter(kind, data, model=model, val_data=val_data)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -87,9 +51,9 @@ def run_init(
     return path
 
 
-def starter(family: str, data: str, *, model: str | None = None, val_data: str | None = None) -> str:
+def starter(family: Family, data: str, *, model: str | None = None, val_data: str | None = None) -> str:
     """Return the text of the config."""
-    kind = FAMILIES[family]
+    kind = family.starter
     records = peek(Path(data))
     mapping, loss, found = _look_at(records, data)
     lines = [
@@ -101,7 +65,7 @@ def starter(family: str, data: str, *, model: str | None = None, val_data: str |
     ]
     if kind.image_model_name:
         lines += [
-            _line("model_family", "composed", "two towers"),
+            _line("model_family", family.name, "two towers"),
             _line("image_model_name", kind.image_model_name, "images"),
         ]
     lines += [
@@ -117,15 +81,15 @@ def starter(family: str, data: str, *, model: str | None = None, val_data: str |
         lines.append(
             "# val_data_path: val.jsonl        # as data_path, or a BEIR-style folder; scored before and after"
         )
-    if family in ENCODER_ONLY_MODES:
-        lines.append(_line("retrieval_mode", ENCODER_ONLY_MODES[family], "plain strings are paths of images"))
-    if family not in ("text_encoder", "text_decoder"):
+    if kind.retrieval_mode is not None:
+        lines.append(_line("retrieval_mode", kind.retrieval_mode, "plain strings are paths of images"))
+    if not family.reads_only_text:
         lines.append(
             "# image_root: images              # where relative image paths start; default: beside the data file"
         )
     if kind.max_length is not None:
         lines.append(_line("max_length", kind.max_length, "tokens; longer texts are cut"))
-    if family in ("text_encoder", "text_decoder"):
+    if family.reads_only_text:
         lines.append('# query_prompt: "query: "         # put before every query; default: what the model brings along')
     lines += [
         "",

@@ -15,7 +15,7 @@ from vembed.data.features import Features, Featuriser
 from vembed.distributed import collectives
 from vembed.distributed.parameters import forget_forward, reshard, set_keep_gathered
 from vembed.distributed.session import Session
-from vembed.families.description import Modality
+from vembed.families.table import Modality
 
 log = logging.getLogger("vembed")
 

@@ -22,7 +22,7 @@ from vembed.data.feeding import Feeder, MicroBatch, ModalitySlice, ModelInputs
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.families.description import Modality
+from vembed.families.table import Modality
 from vembed.inference.encoding import Between, split_in_step
 from vembed.models.embedding_model import FEATURES, EmbeddingModel
 from vembed.models.identity import tower_identity
@@ -51,15 +51,15 @@ def open_stores(config: TrainConfig, session: Session, embedder: EmbeddingModel)
         return {}
     modalities = embedder.frozen_modalities()
     if not modalities:
-        family = embedder.description.family
+        family = embedder.description.traits
         hint = (
             "a vision-language model's images pass its language model too, so they cannot be cached; set it to false"
-            if family == "vision_language"
+            if family.reads_chats
             else "freeze one (freeze: [vision] or [text], or lora_towers), or set it to false"
         )
         raise UserError(
             f"cache_frozen_features: true needs a tower without trained parameters, and {config.model_name} "
-            f"({family}) has none in this run: {hint}"
+            f"({family.name}) has none in this run: {hint}"
         )
     arithmetic = str(session.mixed_precision)
     identities = {}

@@ -98,7 +98,7 @@ def log_cut_texts(features: Sequence[Features], description: ModelDescription) -
     """Log how many of these inputs reach the maximum length, at which texts are truncated."""
     texts = [one.token_ids for one in features if one.modality == "text" and one.token_ids is not None]
     num_full = sum(len(one) >= description.max_length for one in texts)
-    if num_full and description.family != "siglip":  # which pads every text to it
+    if num_full and not description.traits.has_fixed_length:  # which pads every text to it
         log.info(
             "max_length: %s of the first %s texts fill %s tokens, and what is longer is cut there",
             f"{num_full:,d}",

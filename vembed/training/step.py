@@ -27,7 +27,7 @@ from vembed.distributed import collectives
 from vembed.distributed.devices import matmul_precision
 from vembed.distributed.parameters import reshard, set_gradient_sync, set_keep_gathered
 from vembed.distributed.session import Session
-from vembed.families.description import Modality
+from vembed.families.table import Modality
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.training.budget import Budget
 from vembed.training.frozen import CachedRows, FrozenImages, FrozenTowers, Stores

@@ -13,7 +13,7 @@ from vembed.distributed.parameters import plain_name
 from vembed.errors import UserError
 from vembed.families.backbones import layers_of
 from vembed.families.description import ModelDescription
-from vembed.models.towers import tower_module, towers_of
+from vembed.models.towers import tower_module
 
 _LAST = re.compile(r"(^|\.)(o_proj|out_proj|out_lin|down_proj|output\.dense|fc2|lin2|c_proj|dense_4h_to_h|[Ww]o|o)$")
 """Names of the linear layers, within a transformer layer, whose output is added to what the layer was given."""
@@ -33,9 +33,9 @@ class Writer:
 
 def writers_of(model: nn.Module, backbone: nn.Module, description: ModelDescription) -> list[Writer]:
     """Return the weights that write to the residual stream of the text tower, in the order of the forward pass."""
-    if "text" not in towers_of(description.family):
+    if "text" not in description.traits.towers:
         raise UserError(f"{description.name} has no text tower, and directions are taken out of text towers")
-    tower: Any = tower_module(backbone, description.family, "text")
+    tower: Any = tower_module(backbone, description.traits, "text")
     names = {id(module): plain_name(f"{name}.")[:-1] for name, module in model.named_modules()}
     embeddings = tower.get_input_embeddings()
     found = [Writer(names[id(embeddings)], 0, by_rows=True, has_bias=False)]
