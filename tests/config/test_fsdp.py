@@ -8,15 +8,8 @@ import pytest
 
 from tests.config.conftest import WriteConfig
 from vembed.config.accelerate_file import AccelerateFile, read_accelerate_file
-from vembed.config.fsdp import (
-    FSDP1_ONLY,
-    FSDP2_ONLY,
-    FsdpConfig,
-    chosen_strategy,
-    resolve_fsdp,
-    resolve_gradient_checkpointing,
-)
-from vembed.config.loading import load_config, resolve_config
+from vembed.config.fsdp import FSDP1_ONLY, FSDP2_ONLY, FsdpConfig
+from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 
@@ -38,21 +31,21 @@ num_processes: 8                                    # Number of GPUs (auto-detec
 
 
 def resolved(write_config: WriteConfig, text: str = "", **env: str) -> tuple[FsdpConfig, list[str]]:
-    settings, notes = resolve_fsdp(resolve_config(write_config(text), env=env).config, env)
-    assert settings is not None
-    return settings, notes
+    run = resolve_run(write_config(text), env=env)
+    assert run.fsdp is not None
+    return run.fsdp, list(run.fsdp_notes)
 
 
 def refusal(write_config: WriteConfig, text: str) -> str:
     with pytest.raises(UserError) as caught:
-        resolve_fsdp(load_config(write_config(text)), {})
+        resolve_run(write_config(text), env={})
     return str(caught.value)
 
 
 def test_off_by_default_B03(write_config: WriteConfig) -> None:
-    config = load_config(write_config())
-    assert config.use_fsdp is False
-    assert chosen_strategy(config, {}) == "auto"
+    run = resolve_run(write_config(), env={})
+    assert run.config.use_fsdp is False
+    assert run.strategy.value == "auto"
 
 
 def test_use_fsdp_reads_the_packaged_file_B04_B05_B06_B07_D06_D07_D08(write_config: WriteConfig) -> None:
@@ -69,9 +62,12 @@ def test_the_documents_file_D07_D08_D09_D10_D11_D12_D13_D14_D15(write_config: Wr
     settings, notes = resolved(write_config, "use_fsdp: true\naccelerate_config: accelerate.yaml\n")
     assert (settings.sharding_strategy, settings.offload, settings.ram_efficient_loading) == ("FULL_SHARD", True, True)
     assert settings.source == "accelerate.yaml"
-    said = [note.split(":")[0] for note in notes]
-    assert said == ["fsdp_backward_prefetch", "fsdp_limit_all_gathers", "fsdp_use_orig_params", "fsdp_min_num_params"]
-    assert all("has no effect" in note for note in notes)
+    # Accelerate takes a file without a version for FSDP1, and so does vembed, under `accelerate launch` or not.
+    assert settings.version == 1
+    assert [note.split(":")[0] for note in notes] == ["fsdp_min_num_params"]
+    newer, notes = resolved(write_config, "use_fsdp: true\naccelerate_config: accelerate.yaml\nfsdp_version: 2\n")
+    assert (newer.version, newer.offload) == (2, True)
+    assert [note.split(":")[0] for note in notes] == ["fsdp_min_num_params"]
     assert read_accelerate_file("accelerate.yaml").num_processes == 8
     # bf16 in that file is for GPUs: the same file also runs on a CPU.
     assert settings.mixed_precision == "auto"
@@ -136,11 +132,11 @@ def test_local_state_dict_E12(write_config: WriteConfig) -> None:
 
 
 def test_no_shard_is_ddp_and_says_so_C08(write_config: WriteConfig) -> None:
-    config = load_config(write_config("use_fsdp: true\nfsdp_sharding_strategy: no_shard\n"))
-    assert chosen_strategy(config, {}) == "ddp"
-    settings, notes = resolve_fsdp(config, {})
-    assert settings is None
-    assert notes == ["fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy on each process)"]
+    run = resolve_run(write_config("use_fsdp: true\nfsdp_sharding_strategy: no_shard\n"), env={})
+    assert run.strategy.value == "ddp"
+    assert run.fsdp is None
+    said = "fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy on each process)"
+    assert run.fsdp_notes == (said,)
 
 
 @pytest.mark.parametrize("count", ["0", "null"])
@@ -183,7 +179,7 @@ def test_mixed_precision_of_fsdp_E13(write_config: WriteConfig) -> None:
 
 def test_strategies_C02(write_config: WriteConfig) -> None:
     def strategy(text: str) -> str:
-        return chosen_strategy(load_config(write_config(text)), {})
+        return resolve_run(write_config(text), env={}).strategy.value
 
     assert strategy("distributed: {strategy: auto, fsdp: {enabled: true}}\n") == "fsdp"
     assert strategy("strategy: fsdp\n") == "fsdp"
@@ -209,23 +205,26 @@ def test_the_launchers_values_hold_and_are_said(write_config: WriteConfig) -> No
         "FSDP_MIN_NUM_PARAMS": "100000000",
         "FSDP_USE_ORIG_PARAMS": "true",
     }
-    settings, notes = resolved(write_config, "fsdp_auto_wrap_policy: NO_WRAP\n", **env)
-    assert settings.source == "accelerate launch"
+    run = resolve_run(write_config("fsdp_state_dict_type: full\n"), env=env)
+    settings = run.fsdp
+    assert settings is not None and settings.source == "accelerate launch"
+    assert settings.state_dict_type == "FULL_STATE_DICT", "which the launcher has not set"
     assert (settings.sharding_strategy, settings.offload, settings.wrap_policy) == (
         "SHARD_GRAD_OP",
         True,
         "SIZE_BASED_WRAP",
     )
     assert settings.min_num_params == 100_000_000
-    assert notes[0].startswith("FSDP options set by accelerate launch: fsdp_version: 2, ")
-    assert "is what accelerate launch sets when its file does not say" in notes[1]
+    assert run.notes[0].startswith("FSDP options set by accelerate launch: fsdp_version: 2, ")
+    assert "is what accelerate launch sets when its file does not say" in run.notes[1]
     with pytest.raises(UserError, match="FSDP_VERSION=3, set by accelerate launch: fsdp_version must be 1 or 2"):
-        resolve_config(write_config(), env=env | {"FSDP_VERSION": "3"})
+        resolve_run(write_config(), env=env | {"FSDP_VERSION": "3"})
 
 
 def test_gradient_checkpointing_D22_C12(write_config: WriteConfig) -> None:
     def decision(text: str) -> tuple[bool, str]:
-        return resolve_gradient_checkpointing(load_config(write_config(text)), {})
+        made = resolve_run(write_config(text), env={}).recomputation
+        return made.value, made.reason
 
     assert decision("") == (False, "default without use_fsdp")
     assert decision("use_fsdp: true\n") == (True, "default with use_fsdp: true")
@@ -290,17 +289,18 @@ def test_keys_that_only_accelerate_uses_are_named(write_config: WriteConfig) -> 
     assert file == AccelerateFile(
         source="accelerate.yaml",
         distribution="fsdp",
-        fsdp={"fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+        fsdp={"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
         use_cpu=True,
         gpu_ids="0,1",
         notes=file.notes,
     )
-    assert [note.split(" in ")[0] for note in file.notes] == ["dynamo_config", "fsdp_ignored_modules"]
+    assert [note.split(" ")[0] for note in file.notes] == ["dynamo_config", "fsdp_ignored_modules", "accelerate.yaml"]
+    assert "gives no fsdp_version, which means 1 to Accelerate" in file.notes[2]
 
 
 def test_a_name_that_is_no_preset_C18(write_config: WriteConfig) -> None:
     with pytest.raises(UserError) as caught:
-        chosen_strategy(load_config(write_config("accelerate_config: single_node_fdsp\n")), {})
+        resolve_run(write_config("accelerate_config: single_node_fdsp\n"))
     assert "neither a file nor a preset" in str(caught.value)
     assert "did you mean 'single_node_fsdp'" in str(caught.value)
     assert "large_scale_fsdp, multi_node_fsdp or single_node_fsdp" in str(caught.value)

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from vembed.config.arguments import parse_train_arguments
-from vembed.config.fsdp import resolve_fsdp, resolve_gradient_checkpointing
-from vembed.config.loading import load_config, resolve_config, save_config
+from vembed.config.loading import load_config, resolve_run, save_config
 from vembed.config.options import all_options
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
@@ -60,8 +59,6 @@ def outcome(source: Any, overrides: list[str] | None = None) -> TrainConfig | No
     """The config, or None for a UserError with a sentence; anything else fails the test."""
     try:
         config = load_config(source, overrides or [])
-        resolve_gradient_checkpointing(config, {})
-        resolve_fsdp(config, {})
     except UserError as error:
         assert str(error).strip()
         return None
@@ -127,7 +124,7 @@ def test_accelerate_files(tmp_path: Path, values: dict[str, Any]) -> None:
 )
 def test_launchers_environment(env: dict[str, str]) -> None:
     try:
-        resolve_config({"model_name": "m", "data_path": "d"}, env=env | {"ACCELERATE_USE_FSDP": "true"})
+        resolve_run({"model_name": "m", "data_path": "d"}, env=env | {"ACCELERATE_USE_FSDP": "true"})
     except UserError as error:
         assert "set by accelerate launch" in str(error) or "fsdp" in str(error)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.conftest import NEEDED, WriteConfig
-from vembed.config.loading import load_config, render, resolve_config, save_config
+from vembed.config.loading import load_config, render, resolve_run, save_config
 from vembed.config.schema import DataSource, TrainConfig
 from vembed.errors import UserError
 
@@ -26,32 +26,37 @@ LAUNCHER = {
 
 def test_each_value_says_where_it_comes_from(write_config: WriteConfig) -> None:
     file = write_config("batch_size: 8\nfsdp_sharding_strategy: SHARD_GRAD_OP\nepochs: 2\n")
-    resolved = resolve_config(file, ["epochs=3"], env=LAUNCHER)
+    resolved = resolve_run(file, ["epochs=3"], env=LAUNCHER)
     assert resolved.origins["batch_size"] == "cfg.yaml:3"
-    assert resolved.origins["fsdp_sharding_strategy"] == "accelerate launch"
+    assert resolved.origins["fsdp_sharding_strategy"] == "cfg.yaml:4"
+    assert resolved.origins["fsdp_version"] == "accelerate launch"
     assert resolved.origins["epochs"] == "command line"
     assert resolved.origins["learning_rate"] == "default"
     assert set(resolved.origins) == set(TrainConfig.model_fields)
-    assert (resolved.config.epochs, resolved.config.fsdp_sharding_strategy) == (3.0, "FULL_SHARD")
+    assert (resolved.config.epochs, resolved.config.fsdp_sharding_strategy) == (3.0, "SHARD_GRAD_OP")
 
 
-def test_the_launcher_holds_over_the_file_and_says_so_and_the_command_line_over_it(write_config: WriteConfig) -> None:
+def test_the_file_overrides_the_launcher_and_the_command_line_the_file_and_both_are_said(
+    write_config: WriteConfig,
+) -> None:
     file = write_config("fsdp_version: 2\nfsdp_forward_prefetch: true\nmixed_precision: bf16\n")
-    resolved = resolve_config(file, env=LAUNCHER)
+    resolved = resolve_run(file, env=LAUNCHER)
     assert resolved.config.use_fsdp is True
-    assert resolved.config.fsdp_version == 1
+    assert resolved.config.fsdp_version == 2
     assert resolved.config.fsdp_transformer_layer_cls_to_wrap == ["BertLayer", "ViTLayer"]
-    assert "fsdp_version: 1 (accelerate launch) holds over fsdp_version: 2 (cfg.yaml, line 3)" in resolved.notes
+    assert "fsdp_version: 2 (cfg.yaml, line 3) overrides fsdp_version: 1 (accelerate launch)" in resolved.notes
     # Accelerate exports "false" for what its file does not mention: that is no statement.
     assert resolved.config.fsdp_forward_prefetch is True
     assert resolved.config.fsdp_min_num_params is None
     assert resolved.config.gradient_checkpointing is None
-    assert resolve_config(file, ["fsdp_version=2"], env=LAUNCHER).config.fsdp_version == 2
+    stronger = resolve_run(file, ["fsdp_version=1"], env=LAUNCHER)
+    assert stronger.config.fsdp_version == 1
+    assert "fsdp_version: 1 (command line) overrides fsdp_version: 2 (cfg.yaml, line 3)" in stronger.notes
 
 
 def test_one_switch_under_two_names_over_several_sources(write_config: WriteConfig) -> None:
     file = write_config("fsdp_offload_params: false\nepochs: 3\nuse_fsdp: true\n")
-    resolved = resolve_config(file, ["fsdp-cpu-offload=true", "max_steps=5", "strategy=ddp"])
+    resolved = resolve_run(file, ["fsdp-cpu-offload=true", "max_steps=5", "strategy=ddp"])
     assert resolved.config.fsdp_offload_params is None
     assert resolved.config.fsdp_cpu_offload is True
     assert (resolved.config.max_steps, resolved.config.use_fsdp, resolved.config.strategy) == (5, False, "ddp")
@@ -63,11 +68,11 @@ def test_an_option_can_be_said_in_python(write_config: WriteConfig) -> None:
     from_dict = load_config({"model_name": "m", "data_path": "d", "training": {"lr": 1e-4}})
     assert from_dict.learning_rate == 1e-4
     own = TrainConfig(model_name="m", data_path=[DataSource(path="d", weight=2)], use_qlora=True)
-    resolved = resolve_config(own, ["epochs=2"])
+    resolved = resolve_run(own, ["epochs=2"])
     assert resolved.config.epochs == 2 and resolved.config.data_path == [DataSource(path="d", weight=2)]
     assert resolved.config.use_lora is True
     assert resolved.origins["use_qlora"] == "TrainConfig"
-    assert resolve_config(resolved) is resolved
+    assert resolve_run(resolved) is resolved
     with pytest.raises(UserError, match="the config: unknown option 'lerning_rate', did you mean 'learning_rate'"):
         load_config({"model_name": "m", "data_path": "d", "lerning_rate": 1})
 
@@ -77,7 +82,7 @@ def test_paths_start_here_or_else_beside_the_file(write_config: WriteConfig) -> 
     Path("recipes/train.jsonl").touch()
     Path("recipes/val.jsonl").touch()
     Path("val.jsonl").touch()
-    resolved = resolve_config(file)
+    resolved = resolve_run(file)
     assert resolved.config.data_path == "recipes/train.jsonl"
     assert resolved.config.val_data_path == "val.jsonl"
     assert resolved.notes == ("data_path: train.jsonl is not in the current directory; using the one beside cfg.yaml",)
@@ -102,17 +107,17 @@ def test_paths_start_here_or_else_beside_the_file(write_config: WriteConfig) -> 
 )
 def test_the_written_config_repeats_the_run(write_config: WriteConfig, text: str) -> None:
     needed = "model_name: m\n" if "data_path" in text else NEEDED
-    resolved = resolve_config(write_config(text, needed=needed))
+    resolved = resolve_run(write_config(text, needed=needed))
     save_config(resolved.config, "again.yaml")
     assert load_config("again.yaml").to_dict() == resolved.config.to_dict()
     Path("shown.yaml").write_text(render(resolved.config, resolved.origins))
-    again = resolve_config("shown.yaml")
+    again = resolve_run("shown.yaml")
     assert again.config.to_dict() == resolved.config.to_dict()
     assert not [note for note in again.notes if note not in resolved.notes]
 
 
 def test_what_is_shown_names_the_origin(write_config: WriteConfig) -> None:
-    resolved = resolve_config(write_config("lr: 1e-4\n"), ["epochs=2"])
+    resolved = resolve_run(write_config("lr: 1e-4\n"), ["epochs=2"])
     text = render(resolved.config, resolved.origins)
     assert "learning_rate: 0.0001  # cfg.yaml:3\n" in text
     assert "epochs: 2.0  # command line\n" in text

@@ -13,8 +13,7 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 
 from tests.config.conftest import WriteConfig
 from vembed.config.accelerate_file import TOP_KEYS, preset_names, presets_folder, read_accelerate_file
-from vembed.config.fsdp import resolve_fsdp
-from vembed.config.loading import load_config
+from vembed.config.loading import resolve_run
 
 ROOT = Path(__file__).parents[2]
 PRESETS = (
@@ -33,10 +32,12 @@ def test_preset_loads_in_accelerate_and_here_D06_D17(name: str, write_config: Wr
     ours = read_accelerate_file(name)
     assert ours.notes == ()
     assert ours.num_machines == theirs.num_machines
+    assert ours.num_machines is not None
     assert theirs.num_processes == ("auto" if ours.num_processes is None else ours.num_processes * ours.num_machines)
-    settings, notes = resolve_fsdp(load_config(write_config(f"accelerate_config: {name}\n")), {})
+    run = resolve_run(write_config(f"accelerate_config: {name}\n"), env={})
+    settings = run.fsdp
     assert (settings is None) == (name == "accelerate_ddp")
-    assert notes == [], "a preset says nothing that has no effect"
+    assert run.fsdp_notes == () and run.notes == (), "a preset says nothing that has no effect"
     if settings is not None:
         assert settings.version == (1 if name == "accelerate_fsdp1" else 2)
         assert settings.source == f"configs/{name}.yaml"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.config.conftest import WriteConfig
 from vembed.config import rules
-from vembed.config.loading import load_config, resolve_config
+from vembed.config.loading import load_config, resolve_run
 from vembed.config.schema import LossName, TrainConfig
 from vembed.errors import UserError
 
@@ -73,7 +73,7 @@ def test_rule_B06(write_config: WriteConfig, text: str, sentence: str) -> None:
 
 def test_a_good_config_breaks_no_rule(write_config: WriteConfig) -> None:
     text = "use_mrl: true\nmrl_dims: [128, 256]\nmrl_weights: [1, 2]\nload_best_model_at_end: true\neval_steps: 5\n"
-    resolved = resolve_config(write_config(text + "save_steps: 10\nval_data_path: v\neval_metric: ndcg@10\n"))
+    resolved = resolve_run(write_config(text + "save_steps: 10\nval_data_path: v\neval_metric: ndcg@10\n"))
     assert rules.violations(resolved.config) == []
     assert resolved.notes == ()
 
@@ -114,16 +114,15 @@ def test_global_batch_that_cannot_be_divided_E26() -> None:
         ({"pure_dtype": True}, "pure_dtype: true has no effect with torch_dtype: auto"),
         ({"resume_anyway": True}, "resume_anyway: true has no effect without resume"),
         ({"wandb_project": "x"}, "wandb_project and wandb_tags have no effect with report_to: ['tensorboard']"),
-        ({"strategy": "ddp", "fsdp_version": 1}, "fsdp_version: 1 has no effect with strategy: ddp"),
+        ({"strategy": "ddp", "fsdp_version": 1}, "fsdp_version: 1 (TrainConfig) has no effect with strategy: ddp"),
         ({"val_data_path": "d"}, "val_data_path is the training data"),
         ({"use_lora": True}, "learning_rate: 2e-05 is the default for training all weights"),
         ({"image_model_name": "i", "learning_rate": 1e-5}, "head_learning_rate is not set: the projections"),
     ],
 )
 def test_what_has_no_effect_is_said(values: dict[str, Any], remark: str) -> None:
-    assert [line for line in rules.remarks(config(**values)) if line.startswith(remark)], rules.remarks(
-        config(**values)
-    )
+    notes = resolve_run(config(**values), env={}).notes
+    assert [line for line in notes if line.startswith(remark)], notes
 
 
 def test_defaults_cause_no_remark() -> None:

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
@@ -94,7 +95,8 @@ def cast(parts: list[tuple[str, dict[str, Tensor]]], dtype: torch.dtype) -> list
 
 def build(config: TrainConfig, *, dtype: torch.dtype, meta: bool = False, edit: Any = None) -> tuple[Any, Featuriser]:
     description = describe(config)
-    model: EmbeddingModel = build_model(config, description, meta=meta)
+    recompute = resolve_run(config).recomputation.value
+    model: EmbeddingModel = build_model(config, description, recompute=recompute, meta=meta)
     if edit is not None:
         edit(model)
     return model.to(dtype) if dtype == torch.float64 else model, Featuriser(description)

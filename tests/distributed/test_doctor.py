@@ -107,7 +107,7 @@ def test_a_point_that_fails_makes_exit_code_1_D45(
 ) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\n{options}")
-    monkeypatch.setattr(doctor, "launch", lambda *_: 0)
+    monkeypatch.setattr(doctor, "run_ranks", lambda *_: 0)
     monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
     assert doctor.run_doctor(str(config), 2) == 1
@@ -118,6 +118,6 @@ def test_a_point_that_fails_makes_exit_code_1_D45(
 def test_a_failed_self_test_makes_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "launch", lambda *_: 1)
+    monkeypatch.setattr(doctor, "run_ranks", lambda *_: 1)
     assert doctor.run_doctor(None, 2) == 1
     assert "Self-test: FAIL" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from torch import nn
 from tests.distributed.steps import check_against_one_process, config_of, listen, sharded_step, whole_step
 from tests.harness import free_port, rank_outcomes, run_ranks
 from tests.tiny import shared, tiny_bert
-from vembed.config.fsdp import FsdpConfig
-from vembed.distributed import collectives, session, strategy
-from vembed.distributed.devices import choose_precision, enable_expandable_segments, matmul_precision
+from vembed.config.loading import resolve_run
+from vembed.config.resolved import Decision
+from vembed.distributed import collectives, session
+from vembed.distributed.devices import enable_expandable_segments, matmul_precision
 from vembed.distributed.environment import RankInfo, read_rank_info
+from vembed.distributed.estimate import GIB, ModelSize, measure, optimizer_bytes
 from vembed.distributed.network import interface_to
-from vembed.distributed.strategy import Choice, Need, choose_strategy, estimate_need
+from vembed.distributed.placement import Placement, choose_precision, place
 from vembed.errors import UserError
 
 CPU = torch.device("cpu")
@@ -85,67 +88,84 @@ def test_float32_products_are_as_exact_as_before_afterwards() -> None:
 
 
 def test_precision_on_the_cpu_C23_D15() -> None:
-    assert choose_precision("auto", CPU, {})[0] == "no"
-    assert choose_precision("bf16", CPU, {}) == ("bf16", "mixed_precision: bf16")
-    assert choose_precision("auto", CPU, {"ACCELERATE_MIXED_PRECISION": "bf16"})[0] == "no"
-    with pytest.raises(UserError, match="fp16 needs a GPU"):
-        choose_precision("fp16", CPU, {})
+    def chosen(**options: Any) -> tuple[str, str]:
+        made = choose_precision(resolve_run(config_of("unused", **options), env={}).asked_precision(sharded=True), CPU)
+        return made.value, made.reason
+
+    assert chosen() == ("no", "auto: the CPU computes in the dtype of the weights")
+    assert chosen(mixed_precision="bf16") == ("bf16", "mixed_precision: bf16")
+    assert chosen(fsdp_param_dtype="bfloat16") == ("bf16", "fsdp_param_dtype: bfloat16")
+    assert chosen(fsdp_param_dtype="float32", mixed_precision="bf16") == ("no", "fsdp_param_dtype: float32")
+    for option in ({"mixed_precision": "fp16"}, {"fsdp_param_dtype": "float16"}):
+        with pytest.raises(UserError, match=r"(fp16|float16) needs a GPU"):
+            chosen(**option)
 
 
-def small(*_: Any) -> Need:
-    return Need(num_parameters=1000, model_bytes=16_000, device_bytes=2**30)
+SMALL = ModelSize(1000, 1000, 4000.0, 4000.0, 400, 2, 8, 16, 64)
+LARGE = ModelSize(8 * GIB, 8 * GIB, 32.0 * GIB, 32.0 * GIB, GIB // 8, 32, 4096, 16384, 512)
 
 
-def large(*_: Any) -> Need:
-    return Need(num_parameters=8_000_000_000, model_bytes=128 * 2**30, device_bytes=80 * 2**30)
+def placed(size: ModelSize, num_ranks: int = 2, memory: int = 80 * GIB, **options: Any) -> Placement:
+    run = resolve_run(config_of("unused", **options), env={})
+    return place(run, RankInfo(0, num_ranks, 0, num_ranks), CPU, memory, lambda _: size)
 
 
-def test_auto_chooses_by_size_and_says_why_B33_C02(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of("unused")
-    monkeypatch.setattr(strategy, "estimate_need", small)
-    choice = choose_strategy(config, FsdpConfig(), RankInfo(0, 2, 0, 2), CPU)
-    assert choice.strategy == "ddp"
-    assert choice.reason == (
+def test_auto_chooses_by_size_and_says_why_B33_C02() -> None:
+    small = placed(SMALL, memory=GIB)
+    assert (small.strategy.value, small.fsdp, small.num_shards) == ("ddp", None, 1)
+    assert small.strategy.reason == (
         "auto: 1,000 parameters need 0.00GB for weights, gradients and optimizer, 0% of the 1.0GB of a process, "
         "so each process can hold a copy"
     )
-    monkeypatch.setattr(strategy, "estimate_need", large)
-    choice = choose_strategy(config, FsdpConfig(), RankInfo(0, 2, 0, 2), CPU)
-    assert choice.strategy == "fsdp"
-    assert "8,000,000,000 parameters need 128.00GB" in choice.reason
-    assert "160% of the 80.0GB of a process, more than 50%" in choice.reason
+    large = placed(LARGE)
+    assert (large.strategy.value, large.num_shards) == ("fsdp", 2)
+    assert "8,589,934,592 parameters need 128.00GB" in large.strategy.reason
+    assert "160% of the 80.0GB of a process, more than 50%" in large.strategy.reason
 
 
-def test_advice_where_fsdp_is_pointless_B21_D03(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of("unused", use_fsdp=True)
-    monkeypatch.setattr(strategy, "estimate_need", small)
-    choice = choose_strategy(config, FsdpConfig(), RankInfo(0, 2, 0, 2), CPU)
-    assert choice.strategy == "fsdp"
-    assert choice.advice is not None
-    assert choice.advice.startswith("FSDP is not needed here: 1,000 parameters need")
-    monkeypatch.setattr(strategy, "estimate_need", large)
-    assert choose_strategy(config, FsdpConfig(), RankInfo(0, 2, 0, 2), CPU).advice is None
+def test_advice_where_fsdp_is_pointless_B21_D03() -> None:
+    small = placed(SMALL, use_fsdp=True)
+    assert small.strategy.value == "fsdp"
+    assert small.advice is not None
+    assert small.advice.startswith("FSDP is not needed here: 1,000 parameters need")
+    assert placed(LARGE, use_fsdp=True).advice is None
 
 
 def test_one_process_with_fsdp_runs_whole_with_one_line_A01_C34() -> None:
-    choice = choose_strategy(config_of("unused", use_fsdp=True), FsdpConfig(), RankInfo(), CPU)
-    assert choice == Choice(
-        "single", "FSDP was asked for, but one process has nobody to shard with: the model stays whole"
+    alone = placed(LARGE, 1, use_fsdp=True)
+    assert (alone.strategy.value, alone.fsdp) == ("single", None)
+    assert alone.strategy.reason == (
+        "FSDP was asked for, but one process has nobody to shard with: the model stays whole"
     )
 
 
 def test_single_with_several_processes_is_refused() -> None:
     with pytest.raises(UserError, match="strategy: single, but 2 processes were started"):
-        choose_strategy(config_of("unused", strategy="single"), None, RankInfo(0, 2, 0, 2), CPU)
+        placed(SMALL, strategy="single")
 
 
-def test_need_counts_weights_gradients_and_optimizer() -> None:
-    folder = shared(tiny_bert)
-    full = estimate_need(config_of(folder), RankInfo(0, 2, 0, 2), CPU)
-    assert full.model_bytes == 16 * full.num_parameters
-    assert estimate_need(config_of(folder, optim="adamw_8bit"), RankInfo(), CPU).model_bytes == 10 * full.num_parameters
-    assert estimate_need(config_of(folder, use_lora=True), RankInfo(), CPU).model_bytes == 2 * full.num_parameters
-    assert estimate_need(config_of(folder), RankInfo(), CPU).device_bytes >= 2 * full.device_bytes - 1
+def test_options_without_effect_on_these_processes_are_said() -> None:
+    notes = placed(SMALL, fsdp_min_num_params=5, fsdp_auto_wrap_policy="SIZE_BASED_WRAP", num_processes=4).notes
+    assert [note.partition(" (")[0] for note in notes] == [
+        "fsdp_auto_wrap_policy: SIZE_BASED_WRAP", "fsdp_min_num_params: 5", "num_processes: 4",
+    ]  # fmt: skip
+    assert all(" has no effect: " in note for note in notes)
+    assert placed(LARGE, fsdp_min_num_params=5, fsdp_auto_wrap_policy="SIZE_BASED_WRAP").notes == ()
+
+
+def test_the_estimate_counts_weights_gradients_and_optimizer() -> None:
+    def states(**options: Any) -> tuple[float, int]:
+        config = config_of(shared(tiny_bert), **options)
+        size = measure(config)
+        return size.weight_bytes + size.gradient_bytes + optimizer_bytes(config, size), size.total
+
+    whole, total = states()
+    assert whole == pytest.approx(16 * total, rel=0.04)  # poolers and the like are not trained
+    assert states(optim="adamw_8bit")[0] == pytest.approx(10.1 * total, rel=0.04)
+    assert states(optim="sgd")[0] == pytest.approx(8 * total, rel=0.04)
+    adapted, with_adapters = states(use_lora=True, lora_r=1)
+    assert 4 * total < adapted < 4 * with_adapters + 12 * (with_adapters - total) + 1
+    assert states(use_qlora=True, use_lora=True, lora_r=1)[0] < adapted
 
 
 # ---- start and end ---------------------------------------------------------------------------------------------------
@@ -249,10 +269,16 @@ def test_one_process_under_torchrun_ends_well_too_A11() -> None:
     assert run_ranks(alone_under_torchrun, 1, str(shared(tiny_bert)), process_group=False) == [("single", False)]
 
 
+OFFLOADED = {"use_fsdp": True, "fsdp_offload_params": True, "gradient_checkpointing": False}
+
+
 def alone_but_offloaded(folder: str) -> Any:
     """What a single GPU with fsdp_offload_params does, on the CPU."""
-    session.choose_strategy = lambda *_: Choice("fsdp", "test")
-    return sharded_step(config_of(folder, use_fsdp=True, fsdp_offload_params=True, gradient_checkpointing=False))
+    original = session.place
+    session.place = lambda *args: replace(
+        original(*args), strategy=Decision("fsdp", "test"), fsdp=resolve_run(config_of(folder, **OFFLOADED)).fsdp
+    )
+    return sharded_step(config_of(folder, **OFFLOADED))
 
 
 def test_one_process_can_be_a_group_of_its_own() -> None:

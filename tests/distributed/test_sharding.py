@@ -18,7 +18,7 @@ from tests.distributed.steps import (
 )
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3, tiny_siglip
-from vembed.distributed import session
+from vembed.distributed import placement, session
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     # name: ranks, options of the config, options of the step
@@ -75,9 +75,9 @@ def test_gradient_is_that_of_one_process_A23_B01_C08_C24_D38(name: str) -> None:
             assert result.bytes[kind] == pytest.approx(size / shards, rel=0.1), kind
 
 
-def reduction(folder: str, rank_batch: float) -> tuple[bool, list[str]]:
+def reduction(folder: str, limit: float) -> tuple[bool, list[str]]:
     lines = listen()
-    session.WHOLE_GRADIENTS_SHARE = rank_batch
+    placement.WHOLE_GRADIENTS_SHARE = limit
     config = config_of(folder, use_fsdp=True)
     with session.start_session(config) as one:
         model, _ = build(config, dtype=torch.float32, meta=one.builds_empty)
@@ -87,8 +87,8 @@ def reduction(folder: str, rank_batch: float) -> tuple[bool, list[str]]:
 
 def test_large_gradients_are_reduced_after_every_micro_batch() -> None:
     folder = str(shared(tiny_bert, layers=3))
-    for rank_batch, every in ((0.2, False), (1e-9, True)):
-        for reduces, (line,) in run_ranks(reduction, 2, folder, rank_batch, process_group=False):
+    for limit, every in ((0.2, False), (1e-9, True)):
+        for reduces, (line,) in run_ranks(reduction, 2, folder, limit, process_group=False):
             assert reduces is every
             assert line.startswith(
                 f"gradients: reduced {'after every micro-batch' if every else 'once per step'} (whole"

@@ -23,7 +23,7 @@ from tests.docs.pages import ROOT, Block, blocks, commands
 from vembed.cli import app
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
-from vembed.config.loading import load_config, resolve_config
+from vembed.config.loading import load_config, resolve_run
 from vembed.errors import UserError
 from vembed.mining.config import MineConfig
 from vembed.mining.loading import load_options
@@ -97,9 +97,9 @@ def test_configs_load_A09_B20_C33(block: Block, tmp_path: Path) -> None:
     stages = list(values.get("training_stages", ())) or [None]
     for stage in stages:
         try:
-            resolve_config(path, stage=stage)
+            resolve_run(path, stage=stage)
         except UserError as error:
-            resolve_config(path, [f"{name}=some/{name}" for name in missing(error)], stage=stage)
+            resolve_run(path, [f"{name}=some/{name}" for name in missing(error)], stage=stage)
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=str)
@@ -145,7 +145,7 @@ def check_vembed(words: list[str]) -> None:
     elif verb == "mine":
         assert rest == ["--help"] or run_mine([*rest, "--dry-run"]) == 0
     elif verb in ("config", "plan"):
-        resolve_config(parse_train_arguments(rest or ["cfg.yaml"]).config)
+        resolve_run(parse_train_arguments(rest or ["cfg.yaml"]).config)
     elif verb != "--help":
         found: Any = typer.main.get_command(app)
         found.commands[verb].make_context(verb, list(rest))

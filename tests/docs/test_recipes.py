@@ -16,7 +16,7 @@ import yaml
 import vembed
 from tests import tiny
 from tests.docs.pages import ROOT
-from vembed.config.loading import load_config, resolve_config
+from vembed.config.loading import load_config, resolve_run
 
 EXAMPLES = ROOT / "examples"
 Make = Callable[..., Path]
@@ -85,7 +85,7 @@ def test_script_says_what_it_would_launch_D05_D01(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_nothing_in_a_recipe_is_translated_or_without_effect(name: str) -> None:
-    resolved = resolve_config(EXAMPLES / f"{name}.yaml")
+    resolved = resolve_run(EXAMPLES / f"{name}.yaml")
     assert not resolved.translated
     assert [note for note in resolved.notes if "is not in the current directory" not in note] == []
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from tests import tiny
+from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.families.decisions import describe
 from vembed.families.description import ModelDescription
@@ -53,7 +54,8 @@ def built(make: Make | str, **options: Any) -> EmbeddingModel:
 
 def build_case(config: TrainConfig) -> EmbeddingModel:
     """The model of a config."""
-    return build_model(config, describe(config))
+    recompute = resolve_run(config.model_copy(update={"data_path": "unused"})).recomputation.value
+    return build_model(config, describe(config), recompute=recompute)
 
 
 def pictures(count: int = 3) -> list[Image.Image]:

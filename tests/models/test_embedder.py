@@ -199,26 +199,16 @@ def test_flash_attention_that_is_missing_is_said_and_sdpa_named():
         (True, (9, 0), {}, "flash_attention_2", "the GPU allows it"),
         (False, (9, 0), {}, "sdpa", "not installed"),
         (True, (7, 5), {}, "sdpa", "older"),
-        (True, (9, 0), {"mixed_precision": "no"}, "sdpa", "does not support float32"),
-        (True, (9, 0), {"pure_dtype": True}, "sdpa", "does not support float32"),
+        (True, (9, 0), {"half": False}, "sdpa", "does not support float32"),
     ],
 )
 def test_auto_takes_flash_attention_where_it_can(installed, capability, options, kernel, said, monkeypatch):
     monkeypatch.setattr(precision, "is_flash_attn_2_available", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    config = config_for(tiny.tiny_bert, **options)
     backbone = type(built(tiny.tiny_bert).backbone)
-    chosen, reason = precision.attention_kernel(config, backbone, torch.device("cuda"), torch.float32)
+    options = {"half": True, **options}
+    chosen, reason = precision.attention_kernel(config_for(tiny.tiny_bert), backbone, torch.device("cuda"), **options)
     assert chosen == kernel and said in reason
-
-
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [({}, False), ({"use_fsdp": True}, True), ({"strategy": "fsdp"}, True),
-     ({"use_fsdp": True, "gradient_checkpointing": False}, False), ({"gradient_checkpointing": True}, True)],
-)  # fmt: skip
-def test_gradient_checkpointing_is_on_by_default_under_fsdp_D22(options, wanted):
-    assert precision.wants_checkpointing(config_for(tiny.tiny_bert, **options)) is wanted
 
 
 def test_gradient_checkpointing_replays_dropout():

@@ -16,7 +16,7 @@ from tests import tiny
 from tests.models.families import Make, built, config_for, text_inputs
 from vembed.errors import UserError
 from vembed.families.backbones import read_config
-from vembed.models import cpu_kernels, packing
+from vembed.models import cpu_kernels, packing, precision
 
 PACKED = [
     tiny.tiny_bert, tiny.tiny_distilbert, tiny.tiny_roberta, tiny.tiny_xlmr, tiny.tiny_qwen3, tiny.tiny_qwen2,
@@ -210,7 +210,7 @@ def test_kernels_of_gpus_are_asked_for_the_same(make: Make, kernel: str, monkeyp
 def test_when_texts_are_padded(make: Make, options: dict[str, Any], said: str | None) -> None:
     config = config_for(make, **options)
     model = read_config(tiny.shared(make), trust_remote_code=False)
-    reason = packing.why_padded(config, model, torch.device("cpu"), torch.float32)
+    reason = packing.why_padded(config, model, torch.device("cpu"), half=False)
     assert reason is None if said is None else said in (reason or "")
 
 
@@ -233,10 +233,10 @@ def test_when_texts_are_padded_on_gpus(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(packing, "is_flash_attn_2_available", lambda: flash)
     monkeypatch.setattr(packing, "_torch_has_varlen", lambda: varlen)
-    config = config_for(tiny.tiny_bert, mixed_precision="no" if held == torch.float32 else "auto")
+    config = config_for(tiny.tiny_bert)
     model = read_config(tiny.shared(tiny.tiny_bert), trust_remote_code=False)
     model.attention_probs_dropout_prob = dropout
-    reason = packing.why_padded(config, model, torch.device("cuda"), held)
+    reason = packing.why_padded(config, model, torch.device("cuda"), half=precision.is_half(torch.float32, held))
     assert reason is None if said is None else said in (reason or "")
 
 

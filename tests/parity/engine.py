@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from tests.losses.reference import reference_loss
 from tests.measure import gradient_errors
 from tests.tiny import shared, texts, tiny_bert
+from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.data import microbatches
 from vembed.data.batches import rank_rows
@@ -90,7 +91,7 @@ def examples(case: Case) -> list[Example]:
 def build(case: Case, config: TrainConfig) -> tuple[EmbeddingModel, EmbeddingLoss, Featuriser]:
     """Model and loss in float64, the same on every call; adapters are not left at zero."""
     description = describe(config)
-    model = build_model(config, description).double()
+    model = build_model(config, description, recompute=resolve_run(config).recomputation.value).double()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -111,7 +112,7 @@ def gradients_on_ranks(cases: list[tuple[Case, Path]], strategy: str, more: dict
             rows = examples(case)
             own = rank_rows(len(rows), session.rank, session.world_size)
             rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
-            guard = MemoryGuard(config, session)
+            guard = MemoryGuard(session)
             step = ContrastiveStep(
                 model, loss, featuriser, session, case.budget(), PhaseTimer(session.device), guard, SEED
             )

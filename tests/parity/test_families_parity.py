@@ -19,6 +19,7 @@ from tests.losses.reference import reference_loss
 from tests.models.families import pictures
 from tests.parity.engine import full_gradients, loss_gradients, worst_error
 from tests.tiny import shared, texts
+from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.data.batches import rank_rows
 from vembed.data.examples import Example, ImageRef, Item
@@ -125,7 +126,7 @@ def examples(modalities: tuple[str, ...]) -> list[Example]:
 def build(config: TrainConfig) -> tuple[EmbeddingModel, EmbeddingLoss, Featuriser]:
     """Model and loss in float64, the same on every call; adapters are not left at zero."""
     description = describe(config)
-    model = build_model(config, description).double()
+    model = build_model(config, description, recompute=resolve_run(config).recomputation.value).double()
     draw = torch.Generator().manual_seed(9)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -156,7 +157,7 @@ def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
             for cached in (False, True):
                 step = ContrastiveStep(
                     model, loss, featuriser, session, Budget(45, None, 10**9, cached), PhaseTimer(session.device),
-                    MemoryGuard(config, session), 5, frozen, None, image_bytes,
+                    MemoryGuard(session), 5, frozen, None, image_bytes,
                 )  # fmt: skip
                 result = step.accumulate(rank_batch, 3, weight=1.0, last=True)
                 synchronise(model, loss, session)

@@ -42,7 +42,7 @@ def count_rounds(folder: Path, strategy: str, cases: list[Case]) -> list[dict[st
             rows = examples(case)
             own = rank_rows(len(rows), session.rank, session.world_size)
             rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
-            guard = MemoryGuard(config, session)
+            guard = MemoryGuard(session)
             step = ContrastiveStep(
                 model, loss, featuriser, session, case.budget(), PhaseTimer(session.device), guard, seed=0
             )

@@ -8,30 +8,53 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import vembed
 from tests.tiny import shared, tiny_bert, tiny_qwen3
 from tests.training.test_run import settings
 from vembed.config.arguments import parse_train_arguments
-from vembed.config.loading import load_config
+from vembed.config.loading import resolve_run
+from vembed.distributed.environment import RankInfo
+from vembed.distributed.estimate import measure
+from vembed.distributed.placement import Placement, place
 from vembed.errors import UserError
 from vembed.families.decisions import describe
 from vembed.models.embedding_model import build_model
 from vembed.tools.export import run_export
-from vembed.tools.plan import measure, predict, run_plan
+from vembed.tools.plan import run_plan
 
 
-def test_plan_counts_parameters_and_divides_them_D01(tmp_path: Path) -> None:
-    config = load_config(settings(tmp_path, model_name=str(shared(tiny_qwen3))))
-    description = describe(config)
-    real = build_model(config, description)
-    model = measure(config, description)
-    assert model.total == sum(one.numel() for one in real.parameters())
-    assert model.weight_bytes == sum(one.numel() * 4 for one in real.parameters())
-    alone = predict(config, model, None, 1, checkpointing=False, budget=1000)
-    assert alone["optimizer"] == 2 * alone["gradients"] == 8 * model.trained
-    recomputed = predict(config, model, None, 1, checkpointing=True, budget=1000)
-    assert recomputed["activations"] < alone["activations"]
+def placed(num_ranks: int = 1, **options: Any) -> Placement:
+    run = resolve_run({"data_path": "unused", "model_name": str(shared(tiny_qwen3)), **options})
+    return place(run, RankInfo(0, num_ranks, 0, num_ranks, launched=True), torch.device("cpu"), 2**40)
+
+
+def test_plan_counts_parameters_and_divides_them_D01() -> None:
+    alone = placed()
+    size = measure(alone.run.config)
+    real = build_model(alone.run.config, describe(alone.run.config))
+    assert size.total == sum(one.numel() for one in real.parameters())
+    assert size.weight_bytes == sum(one.numel() * 4 for one in real.parameters())
+    need = alone.predict(size)
+    assert need.optimizer == 2 * need.gradients == 8 * size.trained
+    assert alone.predict(size, recomputes=True).activations < need.activations
+    sharded = placed(4, use_fsdp=True).predict(size)
+    assert sharded.weights == need.weights / 4 and sharded.optimizer == need.optimizer / 4
+    assert sharded.gradients == need.gradients, "between the micro-batches of a step they are whole"
+    assert need.gathered == 0 and sharded.gathered == 4 * size.total, "which fits in a fifth of the memory"
+    assert placed(4, use_fsdp=True, fsdp_reshard_after_forward=True).predict(size).gathered < sharded.gathered
+
+
+def test_plan_reads_the_options_of_the_batch() -> None:
+    size = measure(placed().run.config)
+    assert placed(2, global_batch_size=16).rows == 8
+    one_row = placed(gradient_cache_chunk_size=1).predict(size)
+    assert one_row.activations == pytest.approx(placed(micro_batch_tokens=size.max_length).predict(size).activations)
+    whole = placed(use_gradient_cache=False, batch_size=64).predict(size)
+    assert whole.activations == pytest.approx(128 * one_row.activations)
+    with pytest.raises(UserError, match="cannot be divided among 3 processes"):
+        placed(3, global_batch_size=16)
 
 
 def test_plan_says_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,8 +64,11 @@ def test_plan_says_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run_plan(parse_train_arguments(words)) == 0
     said = capsys.readouterr().out
     assert "fits" in said and "optimizer" in said
+    words.append("batch_size=1000000")
     assert run_plan(parse_train_arguments([*words, "micro_batch_tokens=1000000000000"])) == 1
     assert "fits with micro_batch_tokens: 32768" in capsys.readouterr().out
+    assert run_plan(parse_train_arguments([*words, "use_gradient_cache=false"])) == 1
+    assert "fits with use_gradient_cache: auto" in capsys.readouterr().out
 
 
 def test_export_merges_an_adapter(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +37,9 @@ IGNORED = (
     "parallelism_config",
 )
 
+ACCELERATE_MIN_NUM_PARAMS = 100_000_000
+"""What `accelerate launch` exports where its file gives no size."""
+
 ENVIRONMENT = {
     "FSDP_VERSION": "fsdp_version",
     "FSDP_SHARDING_STRATEGY": "fsdp_sharding_strategy",
@@ -65,8 +68,8 @@ class AccelerateFile:
     """Values of the fsdp_* options."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     num_processes: int | None = None
-    """Processes per machine; None: one per device."""
-    num_machines: int = 1
+    """Per machine; None: one per device."""
+    num_machines: int | None = None
     machine_rank: int = 0
     main_process_ip: str | None = None
     main_process_port: int | None = None
@@ -114,14 +117,26 @@ def read_accelerate_file(name: str) -> AccelerateFile:
     keys = _known_keys(tree, shown_path, notes)
     value = {key: node.plain() for key, node in keys.items()}
     distribution = _distribution(value.get("distributed_type"), shown_path)
-    num_machines = _number(value, "num_machines", shown_path) or 1
+    num_machines = _number(value, "num_machines", shown_path) or None
     fsdp = _fsdp_options(keys["fsdp_config"], shown_path, notes) if value.get("fsdp_config") else {}
+    if distribution == "fsdp" and "fsdp_version" not in fsdp:
+        fsdp["fsdp_version"] = 1
+        notes.append(
+            f"{shown_path} gives no fsdp_version, which means 1 to Accelerate, and so it does here: fsdp_version: 2 in "
+            "the file or in the training config chooses the newer one"
+        )
+    precision = _mixed_precision(value.get("mixed_precision"), shown_path)
+    if precision == "no":
+        notes.append(
+            f"mixed_precision: no in {shown_path} is what Accelerate writes where nobody has answered, so it does not "
+            "count here; the training config can say it"
+        )
     return AccelerateFile(
         source=shown_path,
         distribution=distribution,
         fsdp=fsdp,
-        mixed_precision=_mixed_precision(value.get("mixed_precision"), shown_path),
-        num_processes=_processes_per_machine(value, num_machines, shown_path),
+        mixed_precision=precision,
+        num_processes=_processes_per_machine(value, num_machines or 1, shown_path),
         num_machines=num_machines,
         machine_rank=_number(value, "machine_rank", shown_path) or 0,
         main_process_ip=str(value["main_process_ip"]) if value.get("main_process_ip") else None,
@@ -132,15 +147,31 @@ def read_accelerate_file(name: str) -> AccelerateFile:
     )
 
 
-def launcher_options(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the FSDP options that `accelerate launch` has set in the environment; empty without FSDP.
+def file_options(file: AccelerateFile) -> dict[str, Any]:
+    """The options of the schema that a file decides. bf16 is what `auto` means on a GPU that has it, and the same file
+    is to run on a CPU too; "no" is what Accelerate writes where nobody has answered: neither is a decision."""
+    options: dict[str, Any] = {"strategy": file.distribution, **file.fsdp}
+    if file.mixed_precision == "fp16":
+        options["mixed_precision"] = "fp16"
+    if file.num_processes is not None:
+        options["num_processes"] = file.num_processes
+    if file.num_machines is not None:
+        options["num_machines"] = file.num_machines
+    return options
+
+
+def launcher_options(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """The options that `accelerate launch` has set in the environment, and notes for the log.
 
     Accelerate exports its defaults too. Defaults that only switch something off, and options that FSDP2 does not have,
     are left out: they cannot be told from the user's own settings.
     """
+    options: dict[str, Any] = {}
+    if env.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+        options["mixed_precision"] = "fp16"
+    defaults = ["mixed_precision: no"] if env.get("ACCELERATE_MIXED_PRECISION") == "no" else []
     if env.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
-        return {}
-    options: dict[str, Any] = {"use_fsdp": True}
+        return options, _unsaid(defaults)
     for variable, name in ENVIRONMENT.items():
         if env.get(variable):
             value = parse_value(env[variable], f"{variable}={env[variable][:60]}, set by accelerate launch")
@@ -148,18 +179,41 @@ def launcher_options(env: Mapping[str, str]) -> dict[str, Any]:
                 options[name] = checked(name, normalise(name, value))
             except ValueError as error:
                 raise UserError(f"{variable}={env[variable]}, set by accelerate launch: {error}") from None
-    version = options.setdefault("fsdp_version", 1)  # Accelerate's default
+    options["use_fsdp"] = True
+    version = options.setdefault("fsdp_version", 1)
+    reshard = env.get("FSDP_RESHARD_AFTER_FORWARD", "").lower()
     if version == 2:
-        if options.get("fsdp_sharding_strategy") == "FULL_SHARD" and env.get("FSDP_RESHARD_AFTER_FORWARD") == "false":
+        if options.get("fsdp_sharding_strategy") == "FULL_SHARD" and reshard == "false":
             options["fsdp_sharding_strategy"] = "SHARD_GRAD_OP"
         for name in ("fsdp_use_orig_params", "fsdp_sync_module_states", "fsdp_backward_prefetch"):
             options.pop(name, None)
-    for name in ("fsdp_forward_prefetch", "fsdp_activation_checkpointing"):
-        if options.get(name) is False:
-            del options[name]
+    elif reshard in ("shard_grad_op", "no_shard", "hybrid_shard"):  # Accelerate's newer spelling for FSDP1
+        options["fsdp_sharding_strategy"] = reshard.upper()
     if options.get("fsdp_auto_wrap_policy") != "SIZE_BASED_WRAP":
         options.pop("fsdp_min_num_params", None)
-    return options
+    unsaid = [name for name in ("fsdp_forward_prefetch", "fsdp_activation_checkpointing") if options.get(name) is False]
+    for name in unsaid:
+        del options[name]
+    said = ", ".join(f"{name}: {value}" for name, value in options.items() if name != "use_fsdp")
+    notes = [f"FSDP options set by accelerate launch: {said}"]
+    defaults += [f"{name}: false" for name in unsaid]
+    defaults += ["fsdp_reshard_after_forward: true"] if version == 2 and reshard == "true" else []
+    notes += _unsaid(defaults)
+    if options.get("fsdp_min_num_params") == ACCELERATE_MIN_NUM_PARAMS:
+        notes.append(
+            f"fsdp_min_num_params: {ACCELERATE_MIN_NUM_PARAMS:,d} is what accelerate launch sets when its file does "
+            "not say; smaller modules do not become units"
+        )
+    return options, notes
+
+
+def _unsaid(defaults: Sequence[str]) -> list[str]:
+    if not defaults:
+        return []
+    return [
+        f"{', '.join(defaults)}: accelerate launch sets this also where nobody has asked for it, so it does not count "
+        "here; the training config can say it"
+    ]
 
 
 def _known_keys(tree: Node, source: str, notes: list[str]) -> dict[str, Node]:

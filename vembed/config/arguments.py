@@ -52,7 +52,7 @@ class TrainArguments:
 
     @property
     def source(self) -> str | dict[str, object]:
-        """Return the source for `resolve_config`."""
+        """What `resolve_run` starts from."""
         return {} if self.config is None else self.config
 
     def words(self) -> list[str]:

@@ -1,25 +1,23 @@
-"""Resolution of the FSDP options from the training config, the launcher and the Accelerate file or preset."""
+"""Every FSDP setting of a run, from the options that a preset, an Accelerate file, the launcher and the user give."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vembed.config.accelerate_file import AccelerateFile, launcher_options, read_accelerate_file
 from vembed.config.options import shown
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 
-DEFAULT_FILE = "accelerate_fsdp"
 DEFAULT_MIN_NUM_PARAMS = 1_000_000
-ACCELERATE_MIN_NUM_PARAMS = 100_000_000
 
-Strategy = Literal["auto", "single", "ddp", "fsdp"]
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"]
 StateDictType = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
 WrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+AskedPrecision = Literal["auto", "no", "bf16", "fp16"]
+
+PRECISION_OF_DTYPE: dict[str, AskedPrecision] = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +34,9 @@ class FsdpConfig:
     min_num_params: int = DEFAULT_MIN_NUM_PARAMS
     wrap_embeddings: bool = True
     reshard_after_forward: bool = True
+    must_reshard: bool = False
+    """Whether somebody has asked for `fsdp_reshard_after_forward: true`: then parameters are gathered for every
+    micro-batch, also where they would fit for a whole step."""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] = "BACKWARD_PRE"
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
@@ -43,16 +44,16 @@ class FsdpConfig:
     state_dict_type: StateDictType = "SHARDED_STATE_DICT"
     ram_efficient_loading: bool = True
     sync_module_states: bool = True
-    activation_checkpointing: bool | None = None
-    """Gradient checkpointing in the Accelerate file. Options of the training YAML take precedence."""
-    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """auto: chosen by the device. bf16 in the Accelerate file becomes auto, so that the file also runs on a CPU."""
+    mixed_precision: AskedPrecision = "auto"
+    """Precision of the arithmetic as asked for; `auto`: as the device allows."""
+    precision_reason: str = "auto"
     param_dtype: str | None = None
-    """None: from `mixed_precision`."""
+    """Dtype of gathered parameters; None: from the precision."""
     reduce_dtype: str = "float32"
     buffer_dtype: str = "float32"
     output_dtype: str = "float32"
     source: str = "the defaults"
+    """The file or launcher that the settings start from."""
 
 
 FSDP1_ONLY = {
@@ -67,58 +68,30 @@ FSDP2_ONLY = {
     "fsdp_output_dtype": "FSDP1 has fsdp_buffer_dtype, and the loss is computed in float32 either way",
     "fsdp_reshard_after_forward": "FSDP1 has fsdp_sharding_strategy: SHARD_GRAD_OP keeps the parameters gathered",
 }
+"""The same for FSDP1."""
 FSDP_OPTIONS = tuple(name for name in TrainConfig.model_fields if name.startswith("fsdp_"))
 
 
-def chosen_strategy(config: TrainConfig, env: Mapping[str, str] = os.environ) -> Strategy:
-    """Return the strategy that the config asks for; `auto` if the session has to decide."""
-    if config.use_fsdp or config.strategy == "fsdp":
-        wanted: Strategy = "fsdp"
-    elif config.strategy != "auto":
-        return config.strategy
-    elif launcher_options(env):
-        wanted = "fsdp"
-    elif config.accelerate_config:
-        wanted = read_accelerate_file(config.accelerate_config).distribution
-    else:
-        return "auto"
-    if wanted == "fsdp" and _gathered(config, env)[0].get("fsdp_sharding_strategy") == "NO_SHARD":
-        return "ddp"
-    return wanted
+def resolve_fsdp(config: TrainConfig, values: Mapping[str, Any], source: str) -> tuple[FsdpConfig, list[str]]:
+    """Return the settings that hold if the model is sharded, and notes for the log.
 
-
-def resolve_fsdp(config: TrainConfig, env: Mapping[str, str] = os.environ) -> tuple[FsdpConfig | None, list[str]]:
-    """Return the FSDP settings and notes for the log.
-
-    The settings are None if the config excludes sharding (`strategy: ddp` or `single`, NO_SHARD). With
-    `strategy: auto` they apply if `auto` chooses FSDP.
+    `values`: the fsdp_* options that somebody has given, the preset's included; `source`: what they start from.
     """
-    strategy = chosen_strategy(config, env)
-    values, source, notes = _gathered(config, env)
-    if strategy in ("single", "ddp"):
-        if values.get("fsdp_sharding_strategy") == "NO_SHARD" and (config.use_fsdp or config.strategy == "fsdp"):
-            notes.append("fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy on each process)")
-        return None, notes
     version: Literal[1, 2] = values.get("fsdp_version", 2)
+    offload = _offload(values, source)
     sharding, reshard = _sharding(values, version)
+    precision, why = _precision(config, values)
     _check(config, values, version)
-    notes += _without_effect(values, version)
-    min_num_params = values.get("fsdp_min_num_params")
-    policy = values.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    if policy == "SIZE_BASED_WRAP" and not min_num_params:
-        notes.append(
-            f"fsdp_min_num_params: {min_num_params or 0} with SIZE_BASED_WRAP counts as {DEFAULT_MIN_NUM_PARAMS:,d} "
-            "(without a size nothing would be wrapped as it should)"
-        )
     settings = FsdpConfig(
         version=version,
         sharding_strategy=sharding,
-        offload=bool(values.get("fsdp_offload_params")),
-        wrap_policy=policy,
+        offload=offload,
+        wrap_policy=values.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
         layer_classes=_layer_classes(values.get("fsdp_transformer_layer_cls_to_wrap")),
-        min_num_params=min_num_params or DEFAULT_MIN_NUM_PARAMS,
+        min_num_params=values.get("fsdp_min_num_params") or DEFAULT_MIN_NUM_PARAMS,
         wrap_embeddings=values.get("fsdp_wrap_embeddings", True),
         reshard_after_forward=reshard,
+        must_reshard=version == 2 and values.get("fsdp_reshard_after_forward") is True,
         backward_prefetch=values.get("fsdp_backward_prefetch", "BACKWARD_PRE"),
         forward_prefetch=values.get("fsdp_forward_prefetch", False),
         limit_all_gathers=values.get("fsdp_limit_all_gathers", True),
@@ -126,87 +99,25 @@ def resolve_fsdp(config: TrainConfig, env: Mapping[str, str] = os.environ) -> tu
         state_dict_type=values.get("fsdp_state_dict_type", "SHARDED_STATE_DICT"),
         ram_efficient_loading=values.get("fsdp_cpu_ram_efficient_loading", True),
         sync_module_states=values.get("fsdp_sync_module_states", True),
-        activation_checkpointing=values.get("fsdp_activation_checkpointing"),
-        mixed_precision=_mixed_precision(config, values),
+        mixed_precision=precision,
+        precision_reason=why,
         param_dtype=None if values.get("fsdp_mixed_precision") is False else values.get("fsdp_param_dtype"),
         reduce_dtype=values.get("fsdp_reduce_dtype", "float32"),
         buffer_dtype=values.get("fsdp_buffer_dtype", "float32"),
         output_dtype=values.get("fsdp_output_dtype", "float32"),
         source=source,
     )
-    return settings, notes
+    return settings, _without_effect(config, values, version)
 
 
-def resolve_gradient_checkpointing(config: TrainConfig, env: Mapping[str, str] = os.environ) -> tuple[bool, str]:
-    """Return (gradient checkpointing is on, reason)."""
-    for name, value in (
-        ("gradient_checkpointing", config.gradient_checkpointing),
-        ("fsdp_activation_checkpointing", config.fsdp_activation_checkpointing),
-    ):
-        if value is not None:
-            return value, name
-    if chosen_strategy(config, env) == "fsdp":
-        values, source, _ = _gathered(config, env)
-        said = values.get("fsdp_activation_checkpointing")
-        return (True, "default with use_fsdp: true") if said is None else (bool(said), source)
-    return False, "default without use_fsdp"
-
-
-def _gathered(config: TrainConfig, env: Mapping[str, str]) -> tuple[dict[str, Any], str, list[str]]:
-    """Return (explicit options, source of the base, notes). The config overrides the launcher or the file."""
-    own = config.model_dump(include=set(FSDP_OPTIONS), exclude_none=True)
-    if own["fsdp_wrap_embeddings"]:
-        del own["fsdp_wrap_embeddings"]  # the default must not override the file
-    base, notes = launcher_options(env), []
-    if base:
-        source = "accelerate launch"
-        listed = ", ".join(f"{name}: {value}" for name, value in base.items() if name != "use_fsdp")
-        notes.append(f"FSDP options set by accelerate launch: {listed}")
-        if base.get("fsdp_auto_wrap_policy") == "SIZE_BASED_WRAP" and (
-            own.get("fsdp_min_num_params", base.get("fsdp_min_num_params")) == ACCELERATE_MIN_NUM_PARAMS
-        ):
-            notes.append(
-                f"fsdp_min_num_params: {ACCELERATE_MIN_NUM_PARAMS:,d} is what accelerate launch sets when its file "
-                "does not say; smaller modules do not become units"
-            )
-    else:
-        file = _file(config)
-        base, source, notes = dict(file.fsdp), file.source, list(file.notes)
-        if file.mixed_precision:
-            base["mixed_precision"] = file.mixed_precision
-    if own.get("fsdp_version", base.get("fsdp_version", 2)) != base.get("fsdp_version", 2):
-        # The file was written for the other FSDP version: drop the options that only that version has.
-        base = {name: value for name, value in base.items() if name not in FSDP1_ONLY | FSDP2_ONLY}
-    # A switch set in the config overrides its alias in the base, so that the two cannot contradict each other.
-    for one, other in (
-        ("fsdp_offload_params", "fsdp_cpu_offload"),
-        ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"),
-    ):
-        if one in own or other in own:
-            base.pop(one, None)
-            base.pop(other, None)
-    values = {name: value for name, value in base.items() if name not in own} | own
-    offload = {values[name] for name in ("fsdp_offload_params", "fsdp_cpu_offload") if name in values}
-    if len(offload) == 2:
+def _offload(values: Mapping[str, Any], source: str) -> bool:
+    said = {bool(values[name]) for name in ("fsdp_offload_params", "fsdp_cpu_offload") if name in values}
+    if len(said) == 2:
         raise UserError(
             f"fsdp_offload_params: {values['fsdp_offload_params']} and fsdp_cpu_offload: {values['fsdp_cpu_offload']} "
             f"are one switch and contradict each other (in {source} or the training config): keep one of them"
         )
-    if offload:
-        values["fsdp_offload_params"] = offload.pop()
-    return values, source, notes
-
-
-def _file(config: TrainConfig) -> AccelerateFile:
-    if config.accelerate_config is None:
-        return read_accelerate_file(DEFAULT_FILE)
-    file = read_accelerate_file(config.accelerate_config)
-    if file.distribution != "fsdp" and (config.use_fsdp or config.strategy == "fsdp"):
-        raise UserError(
-            f"use_fsdp: true, but {file.source} is for {file.distribution}: name a file with distributed_type: FSDP "
-            f"(for example accelerate_config: {DEFAULT_FILE}), or leave use_fsdp out"
-        )
-    return file
+    return said == {True}
 
 
 def _sharding(values: Mapping[str, Any], version: int) -> tuple[Sharding, bool]:
@@ -244,37 +155,56 @@ def _check(config: TrainConfig, values: Mapping[str, Any], version: int) -> None
         )
 
 
-def _without_effect(values: Mapping[str, Any], version: int) -> list[str]:
+def _without_effect(config: TrainConfig, values: Mapping[str, Any], version: int) -> list[str]:
+    """Return one note for each option that these settings do not look at."""
+
+    def said(name: str) -> str:
+        value = values[name]
+        if isinstance(value, bool):
+            return f"{name}: {str(value).lower()}"
+        return f"{name}: {value:,d}" if isinstance(value, int) else f"{name}: {value}"
+
     table = FSDP1_ONLY if version == 2 else FSDP2_ONLY
     notes = [
-        f"{name}: {str(values[name]).lower() if isinstance(values[name], bool) else values[name]} has no effect "
-        f"under FSDP{version}: {substitute}"
-        for name, substitute in table.items()
+        f"{said(name)} has no effect under FSDP{version}: {instead}"
+        for name, instead in table.items()
         if name in values
     ]
-    if "fsdp_min_num_params" in values and values.get("fsdp_auto_wrap_policy") != "SIZE_BASED_WRAP":
+    policy = values.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    for name, looks_at_it in (
+        ("fsdp_min_num_params", "SIZE_BASED_WRAP"),
+        ("fsdp_transformer_layer_cls_to_wrap", "TRANSFORMER_BASED_WRAP"),
+        ("fsdp_wrap_embeddings", "TRANSFORMER_BASED_WRAP"),
+    ):
+        if values.get(name) not in (None, [], "") and policy != looks_at_it:
+            notes.append(
+                f"{said(name)} has no effect with fsdp_auto_wrap_policy: {policy}: only {looks_at_it} looks at it"
+            )
+    if policy == "SIZE_BASED_WRAP" and not values.get("fsdp_min_num_params"):
         notes.append(
-            f"fsdp_min_num_params: {values['fsdp_min_num_params']:,d} has no effect with fsdp_auto_wrap_policy: "
-            f"{values.get('fsdp_auto_wrap_policy', 'TRANSFORMER_BASED_WRAP')}: only SIZE_BASED_WRAP looks at it"
+            f"fsdp_min_num_params: {values.get('fsdp_min_num_params') or 0} with SIZE_BASED_WRAP counts as "
+            f"{DEFAULT_MIN_NUM_PARAMS:,d} (without a size nothing would be wrapped as it should)"
         )
-    classes = values.get("fsdp_transformer_layer_cls_to_wrap")
-    if classes and values.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP") != "TRANSFORMER_BASED_WRAP":
+    dtype = values.get("fsdp_param_dtype")
+    if dtype and config.mixed_precision not in ("auto", PRECISION_OF_DTYPE[dtype]):
         notes.append(
-            f"fsdp_transformer_layer_cls_to_wrap: {shown(classes)} has no effect with fsdp_auto_wrap_policy: "
-            f"{values['fsdp_auto_wrap_policy']}: only TRANSFORMER_BASED_WRAP looks at it"
+            f"mixed_precision: {config.mixed_precision} has no effect: fsdp_param_dtype: {dtype} is the dtype of the "
+            "arithmetic"
         )
     return notes
 
 
-def _mixed_precision(config: TrainConfig, values: Mapping[str, Any]) -> Literal["auto", "no", "bf16", "fp16"]:
+def _precision(config: TrainConfig, values: Mapping[str, Any]) -> tuple[AskedPrecision, str]:
+    """Return the precision of a sharded model's arithmetic, and why: the most specific option first."""
     if values.get("fsdp_mixed_precision") is False:
-        return "no"
+        return "no", "fsdp_mixed_precision: false"
+    if dtype := values.get("fsdp_param_dtype"):
+        return PRECISION_OF_DTYPE[dtype], f"fsdp_param_dtype: {dtype}"
     if config.mixed_precision != "auto":
-        return config.mixed_precision
+        return config.mixed_precision, f"mixed_precision: {config.mixed_precision}"
     if values.get("fsdp_mixed_precision") is True:
-        return "fp16" if values.get("fsdp_param_dtype") == "float16" else "bf16"
-    said: Literal["no", "bf16", "fp16", None] = values.get("mixed_precision")
-    return "auto" if said in (None, "bf16") else said
+        return "bf16", "fsdp_mixed_precision: true"
+    return "auto", "auto"
 
 
 def _layer_classes(value: str | list[str] | None) -> tuple[str, ...] | None:

@@ -1,13 +1,14 @@
-"""Options of one source (file, training stage, launcher or command line), checked, each with its place."""
+"""The sources of options (files, training stage, launcher, command line), each a layer of checked options."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from vembed.config.accelerate_file import launcher_options
+from vembed.config.accelerate_file import AccelerateFile, file_options, launcher_options
 from vembed.config.aliases import BLOCKS, REFUSED, WANDB, Unsure, known_names, target_of
 from vembed.config.options import checked, nearest, shown
 from vembed.config.parsing import Node, parse_value, read_tree, tree_of_mapping
@@ -21,6 +22,33 @@ STAGES = "training_stages"
 RESULT_OF = ", result of "
 """Between a file and a stage, in the origin of a model_name that is the result of that stage."""
 
+SAME_SWITCH = (
+    ("batch_size", "global_batch_size"),
+    ("warmup_ratio", "warmup_steps"),
+    ("epochs", "max_steps"),
+    ("micro_batch_tokens", "gradient_cache_chunk_size"),
+    ("strategy", "use_fsdp"),
+    ("fsdp_offload_params", "fsdp_cpu_offload"),
+    ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"),
+    ("gradient_checkpointing", "fsdp_activation_checkpointing"),
+)
+"""Options that say the same thing in two ways: a source that uses one way overrides the other way of a weaker one."""
+
+
+class Level(IntEnum):
+    """The order of sources, weakest first: what a stronger source says holds over a weaker one."""
+
+    PRESET = 0
+    """`configs/accelerate_fsdp.yaml`, which nobody has named."""
+    FILE = 1
+    """The Accelerate file or preset that the config or the command line names."""
+    LAUNCHER = 2
+    CONFIG = 3
+    """The training config; a stage's block is part of it."""
+    NAMED_FILE = 4
+    """An Accelerate file named on the command line, over what the chosen stage's block says."""
+    COMMAND_LINE = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Given:
@@ -33,8 +61,16 @@ class Given:
     where: str
     """`cfg.yaml, line 7`."""
     is_sure: bool = True
-    """False: the value applies only if nothing else in the source sets the option, as `bf16: false` beside
-    `fp16: true`."""
+    """False: it counts only where its source says nothing else, as `bf16: false` beside `fp16: true`."""
+    level: Level = Level.CONFIG
+
+    @property
+    def source(self) -> str:
+        """`cfg.yaml:7`."""
+        return self.where.replace(", line ", ":")
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_yaml_word(self.value)} ({self.where})"
 
 
 @dataclass
@@ -42,6 +78,7 @@ class Layer:
     """Options of one source and the problems found in them."""
 
     name: str
+    level: Level = Level.CONFIG
     given: dict[str, Given] = field(default_factory=dict)
     problems: list[tuple[int, str]] = field(default_factory=list)
     """Pairs of line and sentence."""
@@ -95,7 +132,7 @@ class Layer:
             self.translated.append(f"{written}: {_yaml_word(plain)} -> {said or 'nothing to change'} ({where})")
             for option, setting in settings:
                 if option == WANDB:
-                    self.given[WANDB] = Given(WANDB, setting, written, where)
+                    self.given[WANDB] = Given(WANDB, setting, written, where, level=self.level)
                 else:
                     self.enter(option, setting, written, where, line, is_as_written=True)
 
@@ -106,7 +143,7 @@ class Layer:
             return
         if trackers is None:
             value = ["tensorboard", "wandb"] if switch.value else ["tensorboard"]
-            self.given["report_to"] = Given("report_to", value, switch.key, switch.where)
+            self.given["report_to"] = replace(switch, option="report_to", value=value)
         elif ("wandb" in trackers.value) != switch.value:
             both = f"{switch.key}: {_yaml_word(switch.value)} and {trackers.key}: {shown(trackers.value)}"
             self.problems.append(
@@ -125,7 +162,7 @@ class Layer:
             self.problems.append((line, f"{where}: {alias}{error}"))
             self.refused.add(name)
             return
-        new = Given(name, final, written, where, is_sure=not isinstance(option, Unsure))
+        new = Given(name, final, written, where, is_sure=not isinstance(option, Unsure), level=self.level)
         old = self.given.get(name)
         if old is not None and old.is_sure and new.is_sure and old.value != final:
             both = f"{written}: {_yaml_word(final)} and {old.key}: {_yaml_word(old.value)} ({old.where})"
@@ -171,8 +208,8 @@ def source_layers(source: str | Path | Mapping[str, Any] | TrainConfig, stage: s
 
 
 def command_line_layer(overrides: Sequence[str]) -> tuple[Layer, str | None]:
-    """Return the layer of `key=value` arguments, and the training stage if one is named."""
-    layer, stage = Layer(COMMAND_LINE), None
+    """The layer of `key=value` words, and the training stage where they name one."""
+    layer, stage = Layer(COMMAND_LINE, Level.COMMAND_LINE), None
     for text in overrides:
         key, is_pair, value = text.partition("=")
         path = [part.strip() for part in key.split(".")]
@@ -186,11 +223,30 @@ def command_line_layer(overrides: Sequence[str]) -> tuple[Layer, str | None]:
     return layer, stage
 
 
-def launcher_layer(env: Mapping[str, str]) -> Layer:
-    """Return the layer of the options that `accelerate launch` has set."""
-    layer = Layer(LAUNCHER)
-    for name, value in launcher_options(env).items():
-        layer.given[name] = Given(name, value, name, LAUNCHER)
+def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
+    """Return the layer of what `accelerate launch` has set, and notes for the log."""
+    options, notes = launcher_options(env)
+    return _plain_layer(LAUNCHER, Level.LAUNCHER, options, LAUNCHER), notes
+
+
+def file_layer(file: AccelerateFile, level: Level) -> Layer:
+    """Return the layer of an Accelerate file."""
+    options = file.fsdp if level is Level.PRESET else file_options(file)
+    return _plain_layer(file.source, level, options, file.source)
+
+
+def over_the_stage(named: Layer, stage: Layer) -> Layer:
+    """Take out of the layer of an Accelerate file that the command line names the options that the stage's block gives
+    too, and return them as a layer above it: the file was chosen for this launch, the block for any."""
+    where = f"{named.name}, named on the command line"
+    spoken = set(stage.given) | {other for pair in SAME_SWITCH for other in pair if set(pair) & set(stage.given)}
+    moved = {name: named.given.pop(name).value for name in spoken & set(named.given)}
+    return _plain_layer(where, Level.NAMED_FILE, moved, where)
+
+
+def _plain_layer(name: str, level: Level, options: Mapping[str, Any], where: str) -> Layer:
+    layer = Layer(name, level)
+    layer.given |= {option: Given(option, value, option, where, level=level) for option, value in options.items()}
     return layer
 
 

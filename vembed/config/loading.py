@@ -4,42 +4,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from vembed.config import rules
-from vembed.config.accelerate_file import preset_names
+from vembed.config.accelerate_file import AccelerateFile, preset_names, read_accelerate_file
+from vembed.config.fsdp import FSDP1_ONLY, FSDP2_ONLY
 from vembed.config.layers import (
     COMMAND_LINE,
-    LAUNCHER,
     RESULT_OF,
+    SAME_SWITCH,
     Given,
     Layer,
+    Level,
     command_line_layer,
+    file_layer,
     launcher_layer,
+    over_the_stage,
     source_layers,
 )
-from vembed.config.options import all_options, shown
+from vembed.config.options import all_options
 from vembed.config.parsing import CoreDumper
+from vembed.config.resolved import DEFAULT, ResolvedRun, decide
 from vembed.config.schema import DataSource, TrainConfig
 from vembed.errors import UserError
 
-Source = str | Path | Mapping[str, Any] | TrainConfig
+DEFAULT_PRESET = "accelerate_fsdp"
+"""What FSDP starts from where nobody names a file."""
 
-SAME_SWITCH = (
-    ("batch_size", "global_batch_size"),
-    ("warmup_ratio", "warmup_steps"),
-    ("epochs", "max_steps"),
-    ("micro_batch_tokens", "gradient_cache_chunk_size"),
-    ("strategy", "use_fsdp"),
-    ("fsdp_offload_params", "fsdp_cpu_offload"),
-    ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"),
-    ("gradient_checkpointing", "fsdp_activation_checkpointing"),
-)
-"""Pairs of options for one setting. An option of a later layer overrides its counterpart of an earlier layer."""
+Source = str | Path | Mapping[str, Any] | TrainConfig
 
 DECIDED_BY = {
     "global_batch_size": "batch_size",
@@ -50,70 +46,85 @@ DECIDED_BY = {
 """Map from an option to the one that it makes meaningless. The second is not written to config.yaml."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedConfig:
-    """A config with the origin of each value."""
-
-    config: TrainConfig
-    origins: Mapping[str, str]
-    """Map from option to origin: `cfg.yaml:7`, `command line`, `accelerate launch` or `default`."""
-    translated: tuple[str, ...] = ()
-    """Translations of aliases and foreign values, one line each."""
-    notes: tuple[str, ...] = ()
-    """Lines for the log: values that were overridden or have no effect."""
+def load_config(source: Source | ResolvedRun, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Return the config of a file, a dict or a TrainConfig, with `key=value` overrides; UserError on anything wrong."""
+    return resolve_run(source, overrides).config
 
 
-def load_config(source: Source | ResolvedConfig, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Return the config of a file, a dict or a TrainConfig with `key=value` overrides. Raise UserError if invalid."""
-    return resolve_config(source, overrides).config
-
-
-def resolve_config(
-    source: Source | ResolvedConfig,
+def resolve_run(
+    source: Source | ResolvedRun,
     overrides: Sequence[str] = (),
     *,
     stage: str | None = None,
     env: Mapping[str, str] = os.environ,
-) -> ResolvedConfig:
-    """Return the config with the origin of each value.
-
-    Precedence, lowest first: defaults, file, launcher, command line.
-    """
-    if isinstance(source, ResolvedConfig):
+) -> ResolvedRun:
+    """Resolve a run from all its sources. The strongest first: the command line, the training config (a stage's block
+    before the rest), what `accelerate launch` has set, the Accelerate file that is named, the defaults."""
+    if isinstance(source, ResolvedRun):
         if not overrides:
             return source
         source = source.config
     command_line, chosen = command_line_layer(overrides)
-    layers = [*source_layers(source, stage or chosen), launcher_layer(env), command_line]
-    problems = [sentence for layer in layers for _, sentence in sorted(layer.problems)]
     notes: list[str] = []
+    configs = source_layers(source, stage or chosen)
+    if isinstance(source, str | Path):
+        for layer in configs:
+            _beside_the_file(layer.given, ("accelerate_config",), Path(source), notes)
+    launcher, launcher_notes = launcher_layer(env)
+    file, weaker, stronger = _accelerate_layers(configs, command_line, launcher)
+    notes += [*(file.notes if file is not None else ()), *launcher_notes]
+    layers = [*weaker, launcher, *configs, *stronger, command_line]
+    problems = [sentence for layer in layers for _, sentence in sorted(layer.problems)]
     given = _merge(layers, notes)
     _imply(given, problems)
     notes += _moved_stage(given)
     if isinstance(source, str | Path):
-        _beside_the_file(given, Path(source), notes)
+        _beside_the_file(given, ("data_path", "val_data_path", "image_root"), Path(source), notes)
     refused = set().union(*(layer.refused for layer in layers))
     for name, option in all_options().items():
         if option.is_required and name not in given and name not in refused:
             if source == {}:
                 problems.append(f"{name} is missing: give a config file, or {name}=... ({option.accepts})")
             else:
-                file = source if isinstance(source, str | Path) else "the config"
-                problems.append(f"{file}: {name} is missing: add `{name}: ...` ({option.accepts})")
+                place = source if isinstance(source, str | Path) else "the config"
+                problems.append(f"{place}: {name} is missing: add `{name}: ...` ({option.accepts})")
     if problems:
         raise _user_error(problems)
-    config = TrainConfig.model_validate({name: one.value for name, one in given.items()})
-    problems = [broken.text({name: one.where for name, one in given.items()}) for broken in rules.violations(config)]
+    named = {name: one for name, one in given.items() if one.level > Level.PRESET}
+    config = TrainConfig.model_validate({name: one.value for name, one in named.items()})
+    problems = [broken.text({name: one.where for name, one in named.items()}) for broken in rules.violations(config)]
     if problems:
         raise _user_error(problems)
-    origins = {
-        name: given[name].where.replace(", line ", ":") if name in given else "default" for name in all_options()
-    }
-    translated = tuple(line for layer in layers for line in layer.translated)
-    return ResolvedConfig(config, origins, translated, (*notes, *rules.remarks(config)))
+    return decide(
+        config,
+        given,
+        origins={name: named[name].source if name in named else DEFAULT for name in all_options()},
+        translated=tuple(line for layer in layers for line in layer.translated),
+        notes=[*notes, *rules.remarks(config)],
+        file=file,
+        base=launcher.name if "use_fsdp" in launcher.given else weaker[0].name,
+        env=env,
+    )
 
 
-def require_earlier_stage(resolved: ResolvedConfig) -> None:
+def _accelerate_layers(
+    configs: Sequence[Layer], command_line: Layer, launcher: Layer
+) -> tuple[AccelerateFile | None, list[Layer], list[Layer]]:
+    """Return the Accelerate file that is named, the layers that it gives below the training config, and those above.
+
+    Where nobody names one, FSDP starts from the default preset, unless `accelerate launch` has brought FSDP options.
+    """
+    naming = next((layer for layer in (command_line, *reversed(configs)) if "accelerate_config" in layer.given), None)
+    name = naming.given["accelerate_config"].value if naming is not None else None
+    file = None if name is None else read_accelerate_file(name)
+    named = [] if file is None else [file_layer(file, Level.FILE)]
+    above = [over_the_stage(named[0], configs[-1])] if naming is command_line and named and len(configs) > 1 else []
+    if "use_fsdp" in launcher.given or (file is not None and file.distribution == "fsdp"):
+        return file, named, above
+    return file, [file_layer(read_accelerate_file(DEFAULT_PRESET), Level.PRESET), *named], above
+
+
+def require_earlier_stage(resolved: ResolvedRun) -> None:
     """Raise UserError where a stage starts from an earlier one's result that is not there.
 
     Otherwise the folder would be asked for on the Hub.
@@ -133,6 +144,8 @@ def render(config: TrainConfig, origins: Mapping[str, str] | None = None) -> str
     for name, option in all_options().items():
         if name not in values or (values[name] is None and option.default is None):
             continue
+        if name == "use_fsdp" and name not in config.model_fields_set:
+            continue  # false rules FSDP out, and nobody has said it
         if option.section != section:
             section = option.section
             lines += ["", f"# {section}"]
@@ -162,30 +175,44 @@ def _user_error(problems: Sequence[str]) -> UserError:
 
 
 def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, Given]:
-    """Merge the layers. Later layers take precedence, also over the counterparts in SAME_SWITCH."""
+    """Let the stronger layers, which come later, override the weaker ones, and note each value that loses."""
+    version = next((one.given["fsdp_version"].value for one in reversed(layers) if "fsdp_version" in one.given), 2)
     merged: dict[str, Given] = {}
     for layer in layers:
-        for pair in SAME_SWITCH:
-            for name, other in (pair, pair[::-1]):
-                if name in layer.given and other not in layer.given and other in merged:
-                    new, old = layer.given[name], merged[other]
-                    if not _agree(new.value, old.value):
-                        del merged[other]
-                        notes.append(f"{_said(new)} overrides {_said(old)}")
-        for name, new in layer.given.items():
-            if layer.name == LAUNCHER and name in merged and merged[name].value != new.value:
-                notes.append(f"{_said(new)} holds over {_said(merged[name])}")
-            merged[name] = new
+        for new in _of_version(layer, version, notes):
+            rivals = [new.option, *(other for pair in SAME_SWITCH for other in pair if new.option in pair)]
+            for name in dict.fromkeys(rivals):
+                old = merged.get(name)
+                if old is None or (name != new.option and (name in layer.given or _agree(new.value, old.value))):
+                    continue
+                if new.value == "auto" and old.level < Level.CONFIG:
+                    break  # `auto` leaves it to what the file or the launcher says
+                is_other_source = name != new.option or old.level != new.level
+                if old.value != new.value and old.level > Level.PRESET and is_other_source:
+                    notes.append(f"{new} overrides {old}")
+                del merged[name]
+            else:
+                merged[new.option] = new
     return merged
 
 
+def _of_version(layer: Layer, version: int, notes: list[str]) -> list[Given]:
+    """Return a layer's options; of a file or a launcher that speaks of the other FSDP version, those of both."""
+    if layer.level >= Level.CONFIG or layer.given.get("fsdp_version") is None:
+        return list(layer.given.values())
+    if layer.given["fsdp_version"].value == version:
+        return list(layer.given.values())
+    special = sorted(set(layer.given) & (FSDP1_ONLY.keys() | FSDP2_ONLY.keys()))
+    if special and layer.level > Level.PRESET:
+        notes.append(f"{', '.join(special)} of {layer.name} not used: the run has fsdp_version: {version}")
+    return [one for name, one in layer.given.items() if name not in special]
+
+
 def _agree(one: Any, other: Any) -> bool:
-    """Return True if two switches of one setting are both on or both off."""
-    return (one in (True, "fsdp") and other in (True, "fsdp")) or (one is False and other is False)
-
-
-def _said(one: Given) -> str:
-    return f"{one.key}: {shown(one.value)} ({one.where})"
+    """Whether two switches for one thing say the same."""
+    meanings = {"fsdp": True, "FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False}
+    means = [meanings.get(value, value) if isinstance(value, str) else value for value in (one, other)]
+    return "auto" in means or (all(isinstance(value, bool) for value in means) and means[0] == means[1])
 
 
 def _imply(given: dict[str, Given], problems: list[str]) -> None:
@@ -216,7 +243,7 @@ def _moved_stage(given: Mapping[str, Given]) -> list[str]:
     ]
 
 
-def _beside_the_file(given: dict[str, Given], file: Path, notes: list[str]) -> None:
+def _beside_the_file(given: dict[str, Given], names: Sequence[str], file: Path, notes: list[str]) -> None:
     """Resolve relative paths in the current directory, else in the folder of the config file."""
 
     def found(name: str, path: str) -> str:
@@ -235,8 +262,8 @@ def _beside_the_file(given: dict[str, Given], file: Path, notes: list[str]) -> N
             return value.model_copy(update={"path": found(name, value.path)})
         return found(name, value)
 
-    for name in ("data_path", "val_data_path", "image_root", "accelerate_config"):
+    for name in names:
         one = given.get(name)
-        if one is None or one.value is None or one.where == COMMAND_LINE or one.value in preset_names():
+        if one is None or one.value is None or one.level is Level.COMMAND_LINE or one.value in preset_names():
             continue
-        given[name] = Given(name, located(name, one.value), one.key, one.where)
+        given[name] = replace(one, value=located(name, one.value))

@@ -432,9 +432,6 @@ def remarks(config: TrainConfig) -> list[str]:
         found.append("resume_anyway: true has no effect without resume")
     if set_apart & {"wandb_project", "wandb_tags"} and not {"wandb", "trackio"} & set(config.report_to):
         found.append(f"wandb_project and wandb_tags have no effect with report_to: {config.report_to or 'none'}")
-    if config.strategy in ("single", "ddp"):
-        fsdp = sorted(name for name in set_apart if name.startswith("fsdp_") and "checkpointing" not in name)
-        found += [f"{name}: {_word(values[name])} has no effect with strategy: {config.strategy}" for name in fsdp]
     if config.val_data_path is not None and config.val_data_path == config.data_path:
         found.append("val_data_path is the training data: its scores will not say how the model does on new data")
     if (config.use_lora or config.use_qlora) and "learning_rate" not in config.model_fields_set:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Literal
 
@@ -11,8 +11,6 @@ import torch
 
 from vembed.distributed.environment import RankInfo
 from vembed.errors import UserError
-
-Precision = Literal["no", "bf16", "fp16"]
 
 
 def choose_device(rank_info: RankInfo) -> torch.device:
@@ -48,28 +46,3 @@ def matmul_precision(precision: Literal["highest", "high"]) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def choose_precision(
-    wanted: Literal["auto", "no", "bf16", "fp16"], device: torch.device, env: Mapping[str, str] = os.environ
-) -> tuple[Precision, str]:
-    """Return (precision, reason). `auto` follows the launcher as far as the device supports it."""
-    launcher = env.get("ACCELERATE_MIXED_PRECISION", "no")
-    has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-    chosen: Precision
-    if wanted != "auto":
-        chosen, why = wanted, f"mixed_precision: {wanted}"
-    elif launcher == "fp16":
-        chosen, why = "fp16", "auto: set by the launcher"
-    elif device.type == "cpu":
-        chosen, why = "no", "auto: the CPU computes in the dtype of the weights"
-    elif has_bf16:
-        chosen, why = "bf16", f"auto: {name} computes in bfloat16"
-    else:
-        chosen, why = "no", f"auto: {name} has no bfloat16"
-    if chosen == "fp16" and device.type == "cpu":
-        raise UserError("mixed_precision: fp16 needs a GPU, and this process computes on the CPU: use bf16 or no.")
-    if chosen == "bf16" and not has_bf16:
-        raise UserError(f"mixed_precision: bf16, but {name} has no bfloat16: use fp16 or no.")
-    return chosen, why

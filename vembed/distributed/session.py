@@ -18,28 +18,20 @@ from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from vembed.config.fsdp import FsdpConfig, resolve_fsdp
+from vembed.config.loading import resolve_run
+from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives, sharding
-from vembed.distributed.devices import (
-    Precision,
-    choose_device,
-    choose_precision,
-    enable_expandable_segments,
-    matmul_precision,
-)
+from vembed.distributed.devices import choose_device, enable_expandable_segments, matmul_precision
 from vembed.distributed.environment import RankInfo, read_rank_info
+from vembed.distributed.estimate import GIB
 from vembed.distributed.memory import keep_freed_memory
 from vembed.distributed.network import default_interface, interface_to, is_loopback_by_name
-from vembed.distributed.strategy import GIB, Choice, Strategy, choose_strategy, memory_of_a_process
+from vembed.distributed.placement import Placement, memory_of_a_process, place
 from vembed.errors import UserError
 
 log = logging.getLogger("vembed")
 
-WHOLE_GRADIENTS_SHARE = 0.2
-"""Gradients of the whole model may take this share of a process's memory between the micro-batches of a step."""
-WHOLE_PARAMETERS_SHARE = 0.2
-"""The same for gathered parameters."""
 _CHANGED_VARIABLES = (
     "ACCELERATE_USE_FSDP", "CUBLAS_WORKSPACE_CONFIG", "FSDP_CPU_RAM_EFFICIENT_LOADING", "GLOO_SOCKET_IFNAME",
     "LOCAL_WORLD_SIZE", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_DISTRIBUTED_DEBUG",
@@ -54,28 +46,17 @@ _TOLD_VARIABLES = (
 class Session:
     """State of this process in a run. Context manager: the exit destroys the process group."""
 
-    def __init__(
-        self,
-        *,
-        config: TrainConfig,
-        rank_info: RankInfo,
-        device: torch.device,
-        strategy: Strategy,
-        mixed_precision: Precision,
-        fsdp: FsdpConfig | None,
-        accelerator: Accelerator,
-        exits: _Exits,
-    ) -> None:
-        self.config = config
-        self.rank = rank_info.rank
-        self.world_size = rank_info.world_size
-        self.local_rank = rank_info.local_rank
-        self.local_world_size = rank_info.local_world_size
-        self.device = device
-        self.strategy: Strategy = strategy
-        self.mixed_precision: Precision = mixed_precision
-        """Resolved dtype of computation."""
-        self.fsdp = fsdp
+    def __init__(self, placement: Placement, accelerator: Accelerator, exits: _Exits) -> None:
+        self.placement = placement
+        self.config = placement.run.config
+        ranks = placement.ranks
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
+        self.device = placement.device
+        self.strategy = placement.strategy.value
+        self.mixed_precision = placement.precision.value
+        """Resolved precision of the arithmetic."""
+        self.fsdp = placement.fsdp
         """FSDP settings if the model is sharded, else None."""
         self.accelerator = accelerator
         self.reduces_each_micro_batch = False
@@ -83,13 +64,7 @@ class Session:
         not fit in memory. The sum is the same."""
         self.keeps_gathered = False
         """FSDP2: parameters stay gathered between the micro-batches of a step, because they fit in memory."""
-        self._rank_info = rank_info
         self._exits = exits
-
-    @property
-    def memory_of_a_process(self) -> int:
-        """Bytes of this process's GPU, or its part of the machine's memory."""
-        return memory_of_a_process(self._rank_info, self.device)
 
     @property
     def is_main(self) -> bool:
@@ -123,7 +98,7 @@ class Session:
         model.train()
         if self.fsdp is not None:
             self._choose_reduction(model)
-            self._choose_gathering(model, self.fsdp)
+            self._choose_gathering(model)
             return sharding.shard(model, self.accelerator, self.fsdp, layer_classes, one_reads=self._one_reads)
         # evaluation_mode gives device placement and autocast without DDP. DDP's reducer runs in one backward pass and
         # would miss towers that are not part of the last micro-batch; all_reduce_gradients runs once per step instead.
@@ -153,28 +128,27 @@ class Session:
         """Set `reduces_each_micro_batch`. Without a reduction, every rank holds unsharded gradients between
         micro-batches."""
         size = 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        limit = WHOLE_GRADIENTS_SHARE * memory_of_a_process(self._rank_info, self.device)
-        self.reduces_each_micro_batch = size > limit
+        self.reduces_each_micro_batch = self.placement.reduces_each_micro_batch(size)
         log.info(
             "gradients: reduced %s (whole ones take %.2fGB on each process, of at most %.2fGB)",
-            "after every micro-batch" if self.reduces_each_micro_batch else "once per step", size / GIB, limit / GIB,
+            "after every micro-batch" if self.reduces_each_micro_batch else "once per step", size / GIB,
+            self.placement.whole_gradients_limit / GIB,
         )  # fmt: skip
 
-    def _choose_gathering(self, model: nn.Module, fsdp: FsdpConfig) -> None:
+    def _choose_gathering(self, model: nn.Module) -> None:
         """Set `keeps_gathered`. Otherwise a step of n micro-batches gathers every unit 2n times, or 3n times with
         Gradient Cache."""
-        if fsdp.version == 1 or fsdp.offload or self.world_size == 1:
+        assert self.fsdp is not None
+        if not self.placement.may_keep_gathered:
             return
-        narrow = self.mixed_precision != "no"
+        narrow = self.placement.computes_in_half
         size = sum(one.numel() * (2 if narrow else one.element_size()) for one in model.parameters())
-        limit = WHOLE_PARAMETERS_SHARE * memory_of_a_process(self._rank_info, self.device)
-        wants_none = self.config.fsdp_reshard_after_forward is True
-        self.keeps_gathered = size <= limit and not wants_none
+        self.keeps_gathered = self.placement.keeps_gathered(size)
+        asked = ", as fsdp_reshard_after_forward: true asks" if self.fsdp.must_reshard else ""
         log.info(
             "parameters: gathered %s (whole ones take %.2fGB on each process, of at most %.2fGB)",
-            "once per step" if self.keeps_gathered
-            else f"for every micro-batch{', as fsdp_reshard_after_forward: true asks' if wants_none else ''}",
-            size / GIB, limit / GIB,
+            "once per step" if self.keeps_gathered else f"for every micro-batch{asked}", size / GIB,
+            self.placement.whole_parameters_limit / GIB,
         )  # fmt: skip
 
 
@@ -208,10 +182,11 @@ _groups = itertools.count()
 """Number of process groups that this process has joined; equal on all processes of a launch."""
 
 
-def start_session(config: TrainConfig) -> Session:
-    """Join the other processes, choose device, precision and strategy, and log each decision with its reason."""
+def start_session(source: ResolvedRun | TrainConfig) -> Session:
+    """Join the other processes, place the run on them and their devices, and log each decision with its reason."""
+    run = resolve_run(source)
     exits = _Exits()
-    if config.deterministic:
+    if run.config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first matrix product
     try:
         rank_info = read_rank_info()
@@ -220,46 +195,41 @@ def start_session(config: TrainConfig) -> Session:
         device = choose_device(rank_info)
         if device.type == "cpu":
             keep_freed_memory()
-        possible, notes = resolve_fsdp(config, os.environ)
-        if config.debug:
+        if run.config.debug:
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
             dist.set_debug_level_from_env()  # type: ignore[attr-defined]
         if rank_info.world_size > 1:
-            _join(config, rank_info, device)
-        choice = choose_strategy(config, possible, rank_info, device)
-        # Machines may differ in memory, but all ranks must use the same strategy: rank 0 decides.
-        choice = Choice(*collectives.broadcast_json([choice.strategy, choice.reason, choice.advice]))
-        fsdp = possible if choice.strategy == "fsdp" else None
-        if fsdp is not None and rank_info.world_size == 1:
-            _join(config, rank_info, device)
-        wanted = config.mixed_precision if fsdp is None else fsdp.mixed_precision
-        precision, why_precision = choose_precision(wanted, device)
+            _join(run, rank_info, device)
+        # Machines may differ in memory, and all ranks must decide the same: the least of all counts.
+        memory = -collectives.max_ints([-memory_of_a_process(rank_info, device)])[0]
+        placement = place(run, rank_info, device, memory)
+        if placement.fsdp is not None and rank_info.world_size == 1:
+            _join(run, rank_info, device)
         _log_environment(rank_info)
-        log.info("device: %s; mixed precision: %s (%s)", device, precision, why_precision)
-        if device.type == "cuda" and precision != "no":
-            log.info("float32 matrix products use TF32 (except in the loss)")
+        _log_placement(placement)
+        if device.type == "cuda" and placement.computes_in_half:
             exits.open(matmul_precision("high"))
-        log.info("strategy: %s (%s)", choice.strategy, choice.reason)
-        for line in [*(notes if rank_info.world_size > 1 and (fsdp or possible is None) else ()), choice.advice]:
-            if line is not None:
-                log.info("%s", line)
-        accelerator = _make_accelerator(fsdp, rank_info, device, precision)
+        accelerator = _make_accelerator(placement)
     except BaseException:
         exits.leave()
         raise
-    return Session(
-        config=config,
-        rank_info=rank_info,
-        device=device,
-        strategy=choice.strategy,
-        mixed_precision=precision,
-        fsdp=fsdp,
-        accelerator=accelerator,
-        exits=exits,
-    )
+    return Session(placement, accelerator, exits)
 
 
-def _join(config: TrainConfig, rank_info: RankInfo, device: torch.device) -> None:
+def _log_placement(placement: Placement) -> None:
+    run, precision = placement.run, placement.precision
+    log.info("device: %s; mixed precision: %s (%s)", placement.device, precision.value, precision.reason)
+    if placement.device.type == "cuda" and placement.computes_in_half:
+        log.info("float32 matrix products use TF32 (except in the loss)")
+    log.info("strategy: %s (%s)", placement.strategy.value, placement.strategy.reason)
+    log.info("gradient checkpointing: %s (%s)", str(run.recomputation.value).lower(), run.recomputation.reason)
+    told = run.fsdp_notes if placement.fsdp is not None or (run.fsdp is None and placement.ranks.world_size > 1) else ()
+    for line in (*told, *placement.notes, placement.advice):
+        if line is not None:
+            log.info("%s", line)
+
+
+def _join(run: ResolvedRun, rank_info: RankInfo, device: torch.device) -> None:
     """Start the process group unless there is one. With GPUs it also gets a gloo backend for CPU tensors."""
     if dist.is_initialized():
         return
@@ -267,7 +237,8 @@ def _join(config: TrainConfig, rank_info: RankInfo, device: torch.device) -> Non
     alone = rank_info.world_size == 1  # no other process, so no address is needed
     if rank_info.world_size > rank_info.local_world_size:
         _choose_interface()
-    timeout = timedelta(minutes=config.dist_timeout_minutes)
+    minutes = run.timeout_minutes.value
+    timeout = timedelta(minutes=minutes)
     try:
         store = dist.HashStore() if alone else _meeting_point(timeout)  # type: ignore[attr-defined]
         dist.init_process_group(
@@ -282,7 +253,7 @@ def _join(config: TrainConfig, rank_info: RankInfo, device: torch.device) -> Non
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(
             f"Rank {rank_info.rank} did not find all {rank_info.world_size} processes at {address} within "
-            f"{config.dist_timeout_minutes:g} minutes: check that each is started with the same MASTER_ADDR, "
+            f"{minutes:g} minutes: check that each is started with the same MASTER_ADDR, "
             f"MASTER_PORT and WORLD_SIZE and a RANK of its own ({str(error).splitlines()[0]})."
         ) from error
     except RuntimeError as error:
@@ -297,7 +268,7 @@ def _join(config: TrainConfig, rank_info: RankInfo, device: torch.device) -> Non
     log.info(
         "processes: %d, %d of them on this machine; backend: %s (%s); a collective waits %g minutes at most",
         rank_info.world_size, rank_info.local_world_size, backend, "GPUs" if device.type == "cuda" else "no GPU",
-        config.dist_timeout_minutes,
+        minutes,
     )  # fmt: skip
 
 
@@ -338,28 +309,25 @@ def _log_environment(rank_info: RankInfo) -> None:
     )
 
 
-def _make_accelerator(
-    fsdp: FsdpConfig | None, rank_info: RankInfo, device: torch.device, precision: Precision
-) -> Accelerator:
-    on_cpu = device.type == "cpu"
+def _make_accelerator(placement: Placement) -> Accelerator:
+    fsdp, rank_info, precision = placement.fsdp, placement.ranks, placement.precision.value
+    on_cpu = placement.device.type == "cpu"
     if fsdp is None:
         os.environ["ACCELERATE_USE_FSDP"] = "false"  # the launcher may have set it, for one process or NO_SHARD
         return Accelerator(cpu=on_cpu, mixed_precision=precision)
     if fsdp.version == 1 and fsdp.sharding_strategy == "HYBRID_SHARD" and on_cpu:
         raise UserError("HYBRID_SHARD under fsdp_version: 1 needs GPUs; use fsdp_version: 2.")
-    plugin = sharding.make_plugin(fsdp, precision, device)
+    plugin = sharding.make_plugin(fsdp, precision, placement.device)
     # mixed_precision="no": the plugin's policy sets the precision, and Accelerate would also convert master weights.
     if on_cpu or rank_info.world_size == 1:
         os.environ["ACCELERATE_USE_FSDP"] = "false"
         accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")
-        sharding.turn_on_fsdp(accelerator, plugin, device)
+        sharding.turn_on_fsdp(accelerator, plugin, placement.device)
     else:
         accelerator = Accelerator(mixed_precision="no", fsdp_plugin=plugin)
-    if fsdp.version == 2 and fsdp.sharding_strategy == "HYBRID_SHARD":
-        num_machines = rank_info.world_size // rank_info.local_world_size
-        if num_machines > 1 and rank_info.local_world_size > 1:
-            sharding.use_hybrid_mesh(accelerator, num_machines, rank_info.local_world_size)
-        else:
-            log.info("HYBRID_SHARD: with %d machine(s) of %d process(es) it is the same as FULL_SHARD",
-                     num_machines, rank_info.local_world_size)  # fmt: skip
+    if placement.is_hybrid and fsdp.version == 2:
+        sharding.use_hybrid_mesh(accelerator, placement.num_machines, rank_info.local_world_size)
+    elif fsdp.sharding_strategy == "HYBRID_SHARD" and not placement.is_hybrid:
+        log.info("HYBRID_SHARD: with %d machine(s) of %d process(es) it is the same as FULL_SHARD",
+                 placement.num_machines, rank_info.local_world_size)  # fmt: skip
     return accelerator

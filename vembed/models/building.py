@@ -22,7 +22,7 @@ from vembed.families.model_files import read_model
 from vembed.models import cpu_kernels, packing, precision
 from vembed.models.adapters import linear_names_inside_layers, merge_saved_adapter, wants_adapters
 from vembed.models.heads import Dense, Head, load_dense, mrl_projection
-from vembed.models.quantized import arithmetic_dtype, four_bit, rounded_to_four_bits
+from vembed.models.quantized import four_bit, rounded_to_four_bits
 from vembed.models.towers import frozen_towers, tower_module
 from vembed.models.two_towers import TwoTowers
 
@@ -41,11 +41,17 @@ def build_head(config: TrainConfig, description: ModelDescription) -> Head | Non
 
 
 def build_backbone(
-    config: TrainConfig, description: ModelDescription, device: torch.device, *, meta: bool
+    config: TrainConfig,
+    description: ModelDescription,
+    device: torch.device,
+    *,
+    meta: bool,
+    compute_dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Return the backbone with its weights. `meta`: empty parameters. `device`: the device it will compute on."""
+    """Return the backbone with its weights. `meta`: empty parameters. `device`, `compute_dtype`: where and in which
+    dtype it will compute."""
     folder = Path(description.source)
-    text: nn.Module = _load(config, description, folder, device, meta=meta)
+    text: nn.Module = _load(config, description, folder, device, compute_dtype, meta=meta)
     if description.adapter is not None and not meta:
         if description.quantized:
             _round_layers(text)
@@ -54,7 +60,7 @@ def build_backbone(
         return text
     assert description.image_source is not None
     assert description.text_hidden_dim is not None and description.image_hidden_dim is not None
-    image = _load(config, description, Path(description.image_source), device, meta=meta)
+    image = _load(config, description, Path(description.image_source), device, compute_dtype, meta=meta)
     towers = TwoTowers(
         text,
         image,
@@ -74,7 +80,13 @@ def empty_backbone(description: ModelDescription) -> nn.Module:
 
 
 def _load(
-    config: TrainConfig, description: ModelDescription, folder: Path, device: torch.device, *, meta: bool
+    config: TrainConfig,
+    description: ModelDescription,
+    folder: Path,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    *,
+    meta: bool,
 ) -> PreTrainedModel:
     trust = description.trust_remote_code
     model_config = backbones.read_config(folder, trust_remote_code=trust)
@@ -83,8 +95,9 @@ def _load(
     adapted = wants_adapters(config)
     dtype = precision.wanted_dtype(config) if adapted else precision.trained_dtype(config)
     held = backbones.file_dtype(model_config) if dtype == "auto" else dtype
-    kernel, reason = precision.attention_kernel(config, chosen, device, held)
-    padded = packing.why_padded(config, model_config, device, held)
+    half = precision.is_half(compute_dtype, held)
+    kernel, reason = precision.attention_kernel(config, chosen, device, half=half)
+    padded = packing.why_padded(config, model_config, device, half=half)
     takes_text = not backbones.takes_pixels(model_config, trust_remote_code=trust)
     if takes_text and padded is not None and config.padding_free is True:
         raise UserError(f"padding_free: true is not possible: {padded}; leave it out, and texts are padded")
@@ -100,7 +113,7 @@ def _load(
         folder,
         model_config,
         dtype=dtype,
-        quantization=_four_bit(config, chosen, model_config, device) if config.use_qlora else None,
+        quantization=_four_bit(chosen, model_config, compute_dtype) if config.use_qlora else None,
         device=device,
         attn_implementation=kernel,
         trust_remote_code=trust,
@@ -113,16 +126,19 @@ def _load(
 
 
 def _four_bit(
-    config: TrainConfig, chosen: type[PreTrainedModel], model_config: PretrainedConfig, device: torch.device
+    chosen: type[PreTrainedModel], model_config: PretrainedConfig, compute_dtype: torch.dtype
 ) -> BitsAndBytesConfig:
-    """Return the 4-bit config for the linear layers inside the transformer layers; all others keep their dtype."""
+    """Return the 4-bit config for the linear layers inside the transformer layers; all others keep their dtype.
+
+    FSDP gathers parameters in the compute dtype. Packed weights stored in another one would be converted and corrupted.
+    """
     with torch.device("meta"):
         empty: nn.Module = chosen(model_config)
     inside = set(linear_names_inside_layers(empty))
     if any(isinstance(empty.get_submodule(name), Conv1D) for name in inside):
         raise UserError(f"use_qlora: {chosen.__name__} stores its layers transposed, which 4 bits cannot; use use_lora")
     skip = [name for name, module in empty.named_modules() if isinstance(module, nn.Linear) and name not in inside]
-    return four_bit(arithmetic_dtype(config, device), skip)
+    return four_bit(compute_dtype, skip)
 
 
 def _round_layers(backbone: nn.Module) -> None:

@@ -163,16 +163,22 @@ def build_model(
     *,
     device: torch.device | str = "cpu",
     computes_on: torch.device | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
     meta: bool = False,
 ) -> EmbeddingModel:
-    """The model that `config` trains, with its weights, on `device`. `computes_on`: where it will be moved to, if that
-    is another device. `meta`: with empty backbone parameters, for a process that is handed its weights by another
-    one."""
+    """Return the model that `config` trains, with its weights, on `device`.
+
+    `computes_on`: the device that the model will be moved to, if not `device`. `compute_dtype`: dtype of the
+    arithmetic. `recompute`: recompute activations in the backward pass (gradient checkpointing). `meta`: leave backbone
+    parameters empty, for a process that receives its weights from another rank.
+    """
     device = torch.device(device)
     computes_on = computes_on or device
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)  # new weights depend on the seed alone, not on what was drawn before
-        backbone = build_backbone(config, description, computes_on, meta=meta and not config.use_qlora)
+        torch.manual_seed(config.seed)  # new weights depend on the seed only, not on earlier draws
+        empty = meta and not config.use_qlora
+        backbone = build_backbone(config, description, computes_on, meta=empty, compute_dtype=compute_dtype)
         if wants_adapters(config):
             add_adapters(backbone, description.traits, config)
             settle(backbone)
@@ -189,7 +195,7 @@ def build_model(
     if computes_on.type == "cpu":
         cpu_kernels.use_cpu_kernels(backbone)
     layers = backbones.layers_of(backbone)
-    if precision.wants_checkpointing(config):
+    if recompute:
         precision.enable_checkpointing(layers)
     if config.torch_compile:
         precision.compile_layers(layers)

@@ -19,7 +19,6 @@ from transformers.utils import is_flash_attn_2_available
 from vembed.config.schema import TrainConfig
 from vembed.families.backbones import is_decoder_only
 from vembed.models import cpu_kernels
-from vembed.models.precision import computes_in_half
 
 IMPLEMENTATION = "vembed_packed"
 """Name of `attention` in Transformers' registry. A backbone loaded with it packs its texts."""
@@ -32,8 +31,8 @@ _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta")
 _LONGEST_HEAD = 256
 
 
-def why_padded(config: TrainConfig, model: PretrainedConfig, device: torch.device, held: torch.dtype) -> str | None:
-    """Return the reason for padding texts with this model and device; None: they are packed. `held`: weights' dtype."""
+def why_padded(config: TrainConfig, model: PretrainedConfig, device: torch.device, *, half: bool) -> str | None:
+    """Return the reason for padding texts with this model and device; None: they are packed."""
     if config.padding_free is False:
         return "padding_free: false"
     if model.model_type not in MODEL_TYPES:
@@ -42,9 +41,7 @@ def why_padded(config: TrainConfig, model: PretrainedConfig, device: torch.devic
         return f"attn_implementation: {config.attn_implementation}"
     if device.type == "cpu":
         return "compiled layers on a CPU" if config.torch_compile else None
-    return (
-        _why_no_kernel(model, device) if computes_in_half(config, held) else "flash attention does not support float32"
-    )
+    return _why_no_kernel(model, device) if half else "flash attention does not support float32"
 
 
 def _why_no_kernel(model: PretrainedConfig, device: torch.device) -> str | None:

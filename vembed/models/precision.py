@@ -66,17 +66,17 @@ def dtype_in_files(folder: Path) -> torch.dtype:
     return _NAMES_IN_FILES[sizes.most_common(1)[0][0]] if sizes else torch.float32
 
 
-def computes_in_half(config: TrainConfig, held: torch.dtype) -> bool:
-    """Return True if attention runs in 16 bits for weights of dtype `held`. pure_dtype disables autocast."""
-    return held in (torch.bfloat16, torch.float16) or (config.mixed_precision != "no" and not config.pure_dtype)
+def is_half(compute_dtype: torch.dtype, held: torch.dtype) -> bool:
+    """Return True if attention runs in 16 bits: by autocast or FSDP's policy, or for weights of dtype `held`."""
+    return bool({compute_dtype, held} & {torch.bfloat16, torch.float16})
 
 
 def attention_kernel(
-    config: TrainConfig, backbone: type[PreTrainedModel], device: torch.device, held: torch.dtype
+    config: TrainConfig, backbone: type[PreTrainedModel], device: torch.device, *, half: bool
 ) -> tuple[str | None, str]:
     """Return the attention implementation to load and the reason; None: the model's default.
 
-    `held`: dtype of the weights.
+    `half`: attention runs in 16 bits.
     """
     asked = config.attn_implementation
     has_sdpa, has_flash = bool(backbone._supports_sdpa), bool(backbone._supports_flash_attn)
@@ -92,13 +92,13 @@ def attention_kernel(
         raise UserError(f"attn_implementation: {backbone.__name__} has no sdpa; use auto or eager")
     if asked != "auto":
         return asked, "attn_implementation in the config"
-    reason = _why_no_flash(config, has_flash, device, held)
+    reason = _why_no_flash(has_flash, device, half=half)
     if reason is None:
         return "flash_attention_2", "auto: flash-attn is installed and the GPU allows it"
     return "sdpa" if has_sdpa else None, f"auto: {reason}"
 
 
-def _why_no_flash(config: TrainConfig, has_flash: bool, device: torch.device, held: torch.dtype) -> str | None:
+def _why_no_flash(has_flash: bool, device: torch.device, *, half: bool) -> str | None:
     if device.type != "cuda":
         return "no CUDA GPU"
     if not has_flash:
@@ -107,16 +107,9 @@ def _why_no_flash(config: TrainConfig, has_flash: bool, device: torch.device, he
         return "flash-attn is not installed"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than flash-attn allows"
-    if not computes_in_half(config, held):
+    if not half:
         return "flash-attn does not support float32"
     return None
-
-
-def wants_checkpointing(config: TrainConfig) -> bool:
-    """Return True if activations are recomputed in the backward pass."""
-    if config.gradient_checkpointing is not None:
-        return config.gradient_checkpointing
-    return config.use_fsdp or config.strategy == "fsdp"
 
 
 def enable_checkpointing(layers: list[nn.Module]) -> None:

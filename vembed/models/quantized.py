@@ -10,23 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
-from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-def arithmetic_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return the compute dtype of the run, in which 4-bit weights are unpacked and their packed bytes are stored.
-
-    FSDP gathers parameters in this dtype. Packed weights stored in another dtype would be converted and corrupted.
-    """
-    if config.fsdp_param_dtype is not None:
-        return _DTYPES[config.fsdp_param_dtype]
-    if config.mixed_precision == "auto":
-        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        return torch.bfloat16 if has_bf16 else torch.float32
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}[config.mixed_precision]
 
 
 def quieten_bitsandbytes() -> None:

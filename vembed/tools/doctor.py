@@ -17,44 +17,52 @@ import torch
 import torch.distributed as dist
 
 import vembed
-from vembed.config.fsdp import chosen_strategy, resolve_fsdp, resolve_gradient_checkpointing
-from vembed.config.loading import load_config
-from vembed.config.schema import TrainConfig
-from vembed.distributed.devices import choose_precision
+from vembed.config.loading import resolve_run
+from vembed.config.resolved import ResolvedRun
 from vembed.distributed.environment import RankInfo
+from vembed.distributed.estimate import GIB, measure
 from vembed.distributed.launch import num_visible_devices, rank_environments, run_ranks
-from vembed.distributed.strategy import GIB, choose_strategy, estimate_need
+from vembed.distributed.placement import Placement, memory_of_a_process, place
 from vembed.errors import UserError
+from vembed.tools.plan import FITS
+from vembed.tools.train import Launch, resolve_launch
 
 PACKAGES = ("torch", "accelerate", "transformers", "peft", "datasets", "safetensors")
 OPTIONAL_PACKAGES = ("flash-attn", "bitsandbytes", "torchao")
 SMALL_GPU_GB = 8
 LARGEST_SIMPLE_BATCH = 16
-FITS = 0.9
-"""Largest fraction of a device's memory for weights, gradients and optimizer, without activations."""
 LAUNCHER_VARIABLES = re.compile(r"(ACCELERATE|FSDP|TORCHELASTIC)_|GROUP_|ROLE_")
 
 
 def run_doctor(config_path: str | None = None, nproc: int | None = None) -> int:
-    """Print the environment, run the self-test on `nproc` processes, check the config. Return 0 if all passes, else
-    1."""
-    num_processes = nproc or num_visible_devices() or 2
+    """Print the environment, run the self-test, check the config. Return 0 if all passes, else 1.
+
+    `nproc`: processes of both; by default as many as the config's run would have on this machine.
+    """
+    run = None if config_path is None else resolve_run(config_path)
+    launch = Launch(nproc, "--nproc") if nproc else None
+    if launch is None and run is not None:
+        launch = resolve_launch(run)
+    num_tested = nproc or (launch.num_processes if run and run.processes.value != "auto" and launch else 0)
+    num_tested = num_tested or num_visible_devices() or 2
     _say("vembed doctor", "=" * 50)
     for line in describe_machine():
         _say(line)
-    _say("", f"Self-test on {num_processes} process{'es' if num_processes > 1 else ''}", "=" * 50)
+    _say("", f"Self-test on {_processes(num_tested)}", "=" * 50)
     env = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
-    code = run_ranks([sys.executable, "-m", "vembed.tools.selftest"], rank_environments(num_processes, env=env))
+    code = run_ranks([sys.executable, "-m", "vembed.tools.selftest"], rank_environments(num_tested, env=env))
     works = code == 0
     _say(f"Self-test: {'pass' if works else 'FAIL'}")
-    if config_path is not None:
-        _say("", f"Checklist for {config_path} on {num_processes} process{'es' if num_processes > 1 else ''}", "=" * 50)
-        for number, (is_well, line) in enumerate(
-            checklist(config_path, num_processes, self_test_passed=works), start=1
-        ):
+    if run is not None and launch is not None:
+        _say("", f"Checklist for {config_path} on {_processes(launch.world_size)}", "=" * 50)
+        for number, (is_well, line) in enumerate(checklist(run, launch, self_test_passed=works), start=1):
             _say(f"{number}. {line}: {'pass' if is_well else 'FAIL'}")
             works = works and is_well
     return 0 if works else 1
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'es' if number > 1 else ''}"
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
@@ -115,71 +123,89 @@ def _version(package: str) -> str:
 # ---- a config --------------------------------------------------------------------------------------------------------
 
 
-def checklist(config_path: str, num_processes: int, *, self_test_passed: bool) -> Iterator[tuple[bool, str]]:
-    """Yield seven checks for a long run: (passed, finding)."""
-    config = load_config(config_path)
+def checklist(run: ResolvedRun, launch: Launch, *, self_test_passed: bool) -> Iterator[tuple[bool, str]]:
+    """Yield seven checks for before a long run, each as (passed, finding)."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    rank_info = RankInfo(0, num_processes, 0, num_processes)
+    ranks = RankInfo(0, launch.world_size, 0, launch.num_processes, launched=True)
     num_devices = torch.cuda.device_count()
+    sharded = run.strategy.value == "fsdp" and launch.world_size > 1
     if num_devices:
-        yield num_processes <= num_devices, f"GPUs visible: {num_devices} for {num_processes} process(es)"
+        here = launch.num_processes
+        yield here <= num_devices, f"GPUs visible: {num_devices} for {here} process(es)"
     else:
-        yield config.mixed_precision != "fp16", "GPUs visible: none, the run computes on the CPU"
-    yield _fsdp_point(config, rank_info, device)
-    yield _batch_point(config, num_processes)
-    checkpointing, why = resolve_gradient_checkpointing(config)
-    wanted = chosen_strategy(config) == "fsdp"
-    yield checkpointing or not wanted, f"gradient checkpointing: {'on' if checkpointing else 'off'} ({why})"
-    yield _memory_point(config, rank_info, device)
-    yield _dtype_point(config, device)
+        asked = run.asked_precision(sharded=sharded).value
+        yield asked != "fp16", "GPUs visible: none, the run computes on the CPU"
+    placement, problem = _placed(run, ranks, device)
+    yield _strategy_point(placement, problem)
+    yield _batch_point(run, placement, launch)
+    on = run.recomputation.value
+    yield on or not sharded, f"gradient checkpointing: {'on' if on else 'off'} ({run.recomputation.reason})"
+    yield _memory_point(placement, problem)
+    yield _dtype_point(placement, problem)
     backend = "NCCL" if device.type == "cuda" else "gloo"
     yield self_test_passed, f"{backend}: the self-test's collectives ran without errors"
 
 
-def _fsdp_point(config: TrainConfig, rank_info: RankInfo, device: torch.device) -> tuple[bool, str]:
-    fsdp, notes = resolve_fsdp(config)
+def _placed(run: ResolvedRun, ranks: RankInfo, device: torch.device) -> tuple[Placement | None, str]:
+    """Return the placement, or the sentence why there is none."""
     try:
-        choice = choose_strategy(config, fsdp, rank_info, device)
+        return place(run, ranks, device, memory_of_a_process(ranks, device)), ""
     except UserError as error:
-        return False, f"strategy: {error}"
-    detail = ""
-    if choice.strategy == "fsdp" and fsdp is not None:
+        return None, str(error)
+
+
+def _strategy_point(placement: Placement | None, problem: str) -> tuple[bool, str]:
+    if placement is None:
+        return False, f"strategy: {problem}"
+    detail, fsdp = "", placement.fsdp
+    notes = placement.run.fsdp_notes if fsdp is not None or placement.run.fsdp is None else ()
+    if fsdp is not None:
         offload = ", offloaded" if fsdp.offload else ""
         detail = f", FSDP{fsdp.version} {fsdp.sharding_strategy}{offload}, {fsdp.wrap_policy}"
-    return True, "; ".join([f"strategy: {choice.strategy}{detail} ({choice.reason})", *notes])
+    strategy = f"strategy: {placement.strategy.value}{detail} ({placement.strategy.reason})"
+    return True, "; ".join([strategy, *notes, *placement.notes])
 
 
-def _batch_point(config: TrainConfig, num_processes: int) -> tuple[bool, str]:
-    size = config.batch_size if config.global_batch_size is None else config.global_batch_size / num_processes
+def _batch_point(run: ResolvedRun, placement: Placement | None, launch: Launch) -> tuple[bool, str]:
+    config = run.config
+    size = placement.rows if placement is not None else config.batch_size
+    if config.global_batch_size is not None and config.global_batch_size % launch.world_size and not config.resume:
+        return False, f"batch: {config.global_batch_size} examples cannot be divided among {launch.world_size}"
     if size <= LARGEST_SIMPLE_BATCH:
-        return True, f"batch: {size:g} per process"
+        return True, f"batch: {size:,d} per process"
     # Memory depends on the micro-batch, unless the user disables Gradient Cache.
     if config.use_gradient_cache is False:
-        return False, f"batch: {size:g} per process at once, since use_gradient_cache: false keeps all graphs"
-    return True, f"batch: {size:g} per process, in micro-batches of micro_batch_tokens: {config.micro_batch_tokens}"
+        return False, f"batch: {size:,d} per process at once, since use_gradient_cache: false keeps all graphs"
+    if config.gradient_cache_chunk_size is not None:
+        return True, f"batch: {size:,d} per process, in micro-batches of {config.gradient_cache_chunk_size:,d} rows"
+    return True, f"batch: {size:,d} per process, in micro-batches of micro_batch_tokens: {config.micro_batch_tokens}"
 
 
-def _memory_point(config: TrainConfig, rank_info: RankInfo, device: torch.device) -> tuple[bool, str]:
+def _memory_point(placement: Placement | None, problem: str) -> tuple[bool, str]:
+    if placement is None:
+        return False, f"memory: not known ({problem})"
     try:
-        need = estimate_need(config, rank_info, device)
-        strategy = choose_strategy(config, resolve_fsdp(config)[0], rank_info, device).strategy
+        size = placement.size or measure(placement.run.config)
     except UserError as error:
         return False, f"memory: {error}"
-    shards = rank_info.world_size if strategy == "fsdp" else 1
-    share = need.share / shards
-    return share <= FITS, f"memory: {need}" + (f"; a shard of 1/{shards} takes {share:.0%}" if shards > 1 else "")
+    need, shards = placement.predict(size), placement.num_shards
+    shard = f", a shard of 1/{shards} on each process" if shards > 1 else ""
+    return need.total <= FITS * placement.memory, (
+        f"memory: {size.total:,d} parameters need {need.total / GIB:.2f}GB of the {placement.memory / GIB:.1f}GB of a "
+        f"process{shard}"
+    )
 
 
-def _dtype_point(config: TrainConfig, device: torch.device) -> tuple[bool, str]:
-    fsdp, _ = resolve_fsdp(config)
-    wanted = config.mixed_precision if fsdp is None else fsdp.mixed_precision
-    try:
-        precision, why = choose_precision(wanted, device)
-    except UserError as error:
-        return False, f"dtypes: {error}"
+def _dtype_point(placement: Placement | None, problem: str) -> tuple[bool, str]:
+    if placement is None:
+        return False, f"dtypes: not known ({problem})"
+    config, precision = placement.run.config, placement.precision
     masters = config.torch_dtype if config.pure_dtype else "float32"
-    arithmetic = masters if precision == "no" else precision
-    return True, f"dtypes: masters {masters}, arithmetic {arithmetic} ({why}), FSDP units get one dtype each"
+    arithmetic = masters if precision.value == "no" else precision.value
+    return (
+        True,
+        f"dtypes: masters {masters}, arithmetic {arithmetic} ({precision.reason}), FSDP units get one dtype each",
+    )
 
 
 def _say(*lines: str) -> None:

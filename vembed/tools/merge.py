@@ -17,7 +17,7 @@ from vembed.weights.merge import MergeMethod, MergeResult, merge
 def run_merge(models: Sequence[str], output: str, method: MergeMethod, **options: Any) -> MergeResult:
     """Merge and say what came of it. Runs on as many processes as were started: one merges, all evaluate."""
     console = Console()
-    config = TrainConfig(model_name=models[0], data_path=[], strategy="ddp")
+    config = TrainConfig(model_name=models[0], data_path="unused", strategy="ddp")
     with start_session(config) as session:
         result = merge(models, output, method, session=session, **options)
         if session.is_main:

@@ -35,7 +35,7 @@ def main() -> int:
             small_config().save_pretrained(folder)
             config = TrainConfig(
                 model_name=folder,
-                data_path=[],
+                data_path="unused",
                 use_fsdp=True,
                 mixed_precision="no",
                 dist_timeout_minutes=TIMEOUT_MINUTES,

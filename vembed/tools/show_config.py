@@ -6,15 +6,14 @@ import json
 from typing import Literal
 
 from vembed.config.arguments import TrainArguments
-from vembed.config.loading import render, resolve_config
+from vembed.config.loading import render, resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.tools.options_page import options_page
 
 
 def config_text(arguments: TrainArguments) -> str:
-    """Return the resolved config as YAML, with the origin of each value, translated options and options without
-    effect."""
-    resolved = resolve_config(arguments.source, arguments.overrides, stage=arguments.stage)
+    """The resolved config as YAML, with the origin of each value, what was translated and what has no effect."""
+    resolved = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
     lines = [f"# translated: {line}" for line in resolved.translated] + [f"# note: {line}" for line in resolved.notes]
     return render(resolved.config, resolved.origins) + "".join(f"\n{line}" for line in lines) + ("\n" if lines else "")
 

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vembed.config.accelerate_file import AccelerateFile, read_accelerate_file
+from vembed.config.accelerate_file import AccelerateFile
 from vembed.config.arguments import TrainArguments
-from vembed.config.fsdp import chosen_strategy, resolve_fsdp, resolve_gradient_checkpointing
-from vembed.config.loading import ResolvedConfig, render, require_earlier_stage, resolve_config
+from vembed.config.fsdp import AskedPrecision
+from vembed.config.loading import render, require_earlier_stage, resolve_run
+from vembed.config.resolved import Decision, ResolvedRun
 from vembed.config.rules import batch_size_per_process
 from vembed.config.schema import TrainConfig
 from vembed.distributed.environment import GROUP, RankInfo, read_rank_info
@@ -48,17 +49,19 @@ def run_train(arguments: TrainArguments, env: Mapping[str, str] = os.environ, *,
     launch, vembed itself) or if one process is all there is. `starts_processes=False`: without a requested number, a
     plain process stays single on any machine.
     """
-    resolved = resolve_config(arguments.source, arguments.overrides, stage=arguments.stage, env=env)
+    resolved = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage, env=env)
     config = resolved.config
     rank_info = _rank_info(arguments, config, env)
     if rank_info is not None:
         launch = Launch(rank_info.world_size, "set by the launcher")
     else:
-        launch = resolve_launch(config, arguments, env, starts_processes=starts_processes)
+        launch = resolve_launch(resolved, arguments, env, starts_processes=starts_processes)
+        if launch.world_size == 1:
+            read_rank_info(env)  # refuses some of torch's variables without the others, as the run itself would
     if not config.resume:
         batch_size_per_process(config, launch.world_size)
     if arguments.is_dry_run:
-        sys.stdout.write(describe_run(resolved, launch, arguments, env))
+        sys.stdout.write(describe_run(resolved, launch, arguments))
         return 0
     require_earlier_stage(resolved)
     if rank_info is not None or launch.world_size == 1:
@@ -68,60 +71,58 @@ def run_train(arguments: TrainArguments, env: Mapping[str, str] = os.environ, *,
 
 
 def resolve_launch(
-    config: TrainConfig,
-    arguments: TrainArguments,
+    run: ResolvedRun,
+    arguments: TrainArguments | None = None,
     env: Mapping[str, str] = os.environ,
     *,
     starts_processes: bool = True,
 ) -> Launch:
-    """Return the number of processes and machines, and the reason. Precedence: command line, config, Accelerate
-    file."""
-    file = read_accelerate_file(config.accelerate_config) if config.accelerate_config else None
+    """Return the number of processes and machines, and the reason: as asked for, else one process per GPU.
+
+    Without `arguments`, as for a dry run: the number of this machine need not be known.
+    """
+    file = run.file
+    is_dry_run = arguments is None or arguments.is_dry_run
     changes = _device_changes(file)
     num_devices = num_visible_devices(dict(env) | changes) if starts_processes else 0
-    num_machines = config.num_machines
-    if file is not None and "num_machines" not in config.model_fields_set:
-        num_machines = file.num_machines
-    num_processes, reason = _processes_here(config, file, num_devices, starts_processes)
-    if num_devices and num_processes > num_devices and not arguments.is_dry_run:
+    num_machines = run.machines.value
+    num_processes, reason = _processes_here(run, num_devices, starts_processes)
+    if num_devices and num_processes > num_devices and not is_dry_run:
         raise UserError(
             f"{num_processes} processes ({reason}), but this machine shows {num_devices} GPU(s): give --nproc "
             f"{num_devices}, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on the CPU"
         )
-    if config.strategy == "single" and num_processes * num_machines > 1:
+    if run.strategy.value == "single" and num_processes * num_machines > 1:
         raise UserError(
             f"strategy: single is one process, but {num_processes * num_machines} were asked for ({reason}): "
             "leave strategy out, or the number"
         )
     launch = Launch(num_processes, reason, num_machines, changes=changes)
-    return launch if num_machines == 1 else _among_machines(launch, arguments, file)
+    return launch if num_machines == 1 or arguments is None else _among_machines(launch, arguments, file)
 
 
-def describe_run(
-    resolved: ResolvedConfig, launch: Launch, arguments: TrainArguments, env: Mapping[str, str] = os.environ
-) -> str:
+def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) -> str:
     """Return the output of `--dry-run`: the merged config, the decisions, and the processes to launch."""
-    config = resolved.config
-    strategy = chosen_strategy(config, env)
-    fsdp, notes = resolve_fsdp(config, env)
-    checkpointing, why = resolve_gradient_checkpointing(config, env)
-    lines = [render(config, resolved.origins).rstrip(), ""]
-    lines += [f"translated: {line}" for line in resolved.translated]
-    lines += [f"note: {line}" for line in (*resolved.notes, *(notes if strategy != "auto" else ()))]
+    config, strategy = run.config, run.strategy.value
+    lines = [render(config, run.origins).rstrip(), ""]
+    lines += [f"translated: {line}" for line in run.translated]
+    lines += [f"note: {line}" for line in (*run.notes, *(run.fsdp_notes if strategy != "auto" else ()))]
     if launch.world_size == 1:
-        lines.append(
-            f"strategy: single (one process{'' if strategy == 'auto' else f', although {strategy} was asked for'})"
-        )
+        asked = "" if strategy in ("auto", "single") else f", although {strategy} was asked for"
+        lines.append(f"strategy: single (one process{asked})")
     elif strategy == "auto":
-        lines.append("strategy: auto (decided by the size of the model: ddp where it fits, fsdp where it does not)")
+        lines.append(f"strategy: auto ({run.strategy.reason})")
     else:
         lines.append(f"strategy: {strategy}")
-    if fsdp is not None and strategy == "fsdp":
-        offload = ", offloaded to host memory" if fsdp.offload else ""
+    if run.fsdp is not None and strategy == "fsdp":
+        offload = ", offloaded to host memory" if run.fsdp.offload else ""
         lines.append(
-            f"fsdp: version {fsdp.version}, {fsdp.sharding_strategy}, {fsdp.wrap_policy}{offload} ({fsdp.source})"
+            f"fsdp: version {run.fsdp.version}, {run.fsdp.sharding_strategy}, {run.fsdp.wrap_policy}{offload} "
+            f"({run.fsdp.source})"
         )
-    lines.append(f"gradient checkpointing: {str(checkpointing).lower()} ({why})")
+    lines.append(f"gradient checkpointing: {str(run.recomputation.value).lower()} ({run.recomputation.reason})")
+    precision = run.asked_precision(sharded=strategy == "fsdp" and launch.world_size > 1)
+    lines.append(f"mixed precision: {precision.value} ({_precision_reason(precision)})")
     machines = f" on each of {launch.num_machines} machines" if launch.num_machines > 1 else ""
     lines.append(f"world size: {launch.world_size} = {launch.num_processes} process(es){machines} ({launch.reason})")
     per_process = (
@@ -161,15 +162,16 @@ def _device_changes(file: AccelerateFile | None) -> dict[str, str]:
     return {} if file.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": file.gpu_ids}
 
 
-def _processes_here(
-    config: TrainConfig, file: AccelerateFile | None, num_devices: int, starts_processes: bool
-) -> tuple[int, str]:
-    if config.num_processes != "auto":
-        return config.num_processes, "num_processes"
-    if config.strategy == "single":
+def _precision_reason(asked: Decision[AskedPrecision]) -> str:
+    return "as the device allows: bf16 on GPUs that have it" if asked.value == "auto" else asked.reason
+
+
+def _processes_here(run: ResolvedRun, num_devices: int, starts_processes: bool) -> tuple[int, str]:
+    asked = run.processes
+    if asked.value != "auto":
+        return asked.value, asked.reason
+    if run.strategy.value == "single":
         return 1, "strategy: single"
-    if file is not None and file.num_processes is not None:
-        return file.num_processes, file.source
     if not starts_processes:
         return 1, "started as one"
     return (num_devices, "one per GPU") if num_devices else (1, "no GPU here")
@@ -192,7 +194,7 @@ def _among_machines(launch: Launch, arguments: TrainArguments, file: AccelerateF
     return replace(launch, machine_rank=rank or 0, main_process_ip=ip, main_process_port=port)
 
 
-def _train_here(resolved: ResolvedConfig) -> int:
+def _train_here(resolved: ResolvedRun) -> int:
     from vembed.training.run import train
 
     train(resolved)

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Features, Featuriser
 from vembed.distributed import collectives
+from vembed.distributed.estimate import (
+    CPU_MEMORY_SHARE,
+    CPU_MICRO_BATCH_TOKENS,
+    CUDA_MEMORY_SHARE,
+    largest_micro_batch,
+    tokens_kept,
+)
 from vembed.distributed.parameters import forget_forward, reshard, set_keep_gathered
 from vembed.distributed.session import Session
 from vembed.families.table import Modality
 
 log = logging.getLogger("vembed")
 
-CPU_MICRO_BATCH_TOKENS = 4096
-"""Padded tokens per micro-batch on CPU. Larger ones are not faster, because their activations no longer fit the
-caches."""
-CPU_MEMORY_SHARE = 0.25
-"""Fraction of the free host memory that graphs may take, summed over all processes of the machine."""
-CUDA_MEMORY_SHARE = 0.80
-"""Fraction of the device memory that the trial step may reach."""
 SMALLEST_BUDGET = 64
 PROBE_TOKENS = 512
 
@@ -76,7 +76,7 @@ def find_budget(
     if tokens == "auto":
         tokens = 2**40 if rows else _auto_tokens(model, featuriser, session, sample, per_token)
     if kept == "auto":
-        kept = _free_bytes(session) // max(per_token, 1) if needs_probe else tokens
+        kept = tokens_kept(_free_bytes(session), per_token) if needs_probe else tokens
         # The minimum over the ranks: all must agree whether a batch has a second phase.
         kept = -collectives.max_ints([-kept])[0]
         if needs_probe:
@@ -122,8 +122,7 @@ def _auto_tokens(
     if session.device.type != "cuda":
         log.info("micro-batches: %s padded tokens (auto: fixed on CPU)", f"{CPU_MICRO_BATCH_TOKENS:,d}")
         return CPU_MICRO_BATCH_TOKENS
-    # Half of the free memory is the first guess: the backward pass also needs room for gradients.
-    tokens = max(_free_bytes(session) // (2 * per_token), longest)
+    tokens = largest_micro_batch(_free_bytes(session), per_token, longest)
     tokens = -collectives.max_ints([-tokens])[0]
     while tokens > SMALLEST_BUDGET:
         fits = _trial(model, featuriser, session, sample, tokens)

@@ -60,7 +60,7 @@ class Checkpointer:
         """Duration of the longest save, for callers that must reserve time for one."""
         self._alone = session.world_size == 1
         # An asynchronous save communicates from its own thread, so it needs a process group of its own.
-        timeout = timedelta(minutes=config.dist_timeout_minutes)
+        timeout = timedelta(minutes=session.placement.run.timeout_minutes.value)
         self._group = collectives.new_cpu_group(timeout) if config.async_save else None
         self._pending: Future[Any] | None = None
         self._saved_step = -1

@@ -190,7 +190,7 @@ class FrozenImages:
         self.model = model
         self.max_tokens = 0
         if bytes_per_token is not None:
-            room = int(IMAGES_SHARE * session.memory_of_a_process)
+            room = int(IMAGES_SHARE * session.placement.memory)
             # The minimum over the ranks: all must make the same choice, or their FSDP gathers would differ.
             self.max_tokens = -collectives.max_ints([-(room // bytes_per_token)])[0]
             log.info(

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from vembed.config.loading import ResolvedConfig, Source, require_earlier_stage, resolve_config, save_config
+from vembed.config.loading import Source, require_earlier_stage, resolve_run, save_config
+from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
 from vembed.data.rank_batch import RankBatch, RankBatchStream
@@ -98,16 +99,16 @@ class LoopState:
         return cls(**{**saved, "scale": GradientScale(**saved["scale"])})
 
 
-def train(config: Source | ResolvedConfig, overrides: Sequence[str] = ()) -> TrainResult:
+def train(config: Source | ResolvedRun, overrides: Sequence[str] = ()) -> TrainResult:
     """Train as the config says (a path, a dict or a TrainConfig); return the model's folder and its scores."""
-    resolved = resolve_config(config, overrides)
+    resolved = resolve_run(config, overrides)
     settings = resolved.config
     require_earlier_stage(resolved)
     make_output_folder(settings)
     with (
         run_logging(settings, rank=int(os.environ.get("RANK", "0"))) as console,
         Interrupts(settings) as interrupts,
-        start_session(settings) as session,
+        start_session(resolved) as session,
         Checkpointer(settings, session) as checkpointer,
     ):
         for line in (*resolved.translated, *resolved.notes):
@@ -143,7 +144,13 @@ def run(
     log.info("model: %s", description.summary())
     featuriser = Featuriser(description)
     embedder = build_model(
-        config, description, device=session.model_device, computes_on=session.device, meta=session.builds_empty
+        config,
+        description,
+        device=session.model_device,
+        computes_on=session.device,
+        compute_dtype=session.placement.compute_dtype,
+        recompute=session.placement.run.recomputation.value,
+        meta=session.builds_empty,
     )
     start_head(config, embedder, featuriser, store, session)
     frozen, images, packs = embedder.frozen_modalities(), embedder.bytes_of_frozen_images(), embedder.packs_texts()
@@ -167,7 +174,7 @@ def run(
     sample = stream.sample()
     log_cut_texts(sample, description)
     budget = find_budget(config, model, featuriser, session, sample)
-    guard = MemoryGuard(config, session)
+    guard = MemoryGuard(session)
     timer, profile = PhaseTimer(session.device), Profile(config, session.rank, total_steps)
     step = ContrastiveStep(
         model, loss, featuriser, session, budget, timer, guard, config.seed, frozen, stores, images, packs_texts=packs

@@ -6,14 +6,19 @@ import logging
 
 import torch
 
-from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives
+from vembed.distributed.estimate import GIB, measure
 from vembed.distributed.memory import memory_snapshot
 from vembed.distributed.session import Session
 from vembed.errors import RunError
+from vembed.models.adapters import wants_adapters
 from vembed.training.budget import SMALLEST_BUDGET, Budget
 
 log = logging.getLogger("vembed")
+
+
+SHORT = 128
+"""Texts of so many tokens are not worth cutting."""
 
 
 class OutOfMemory(Exception):  # noqa: N818 - the name of the event
@@ -23,9 +28,8 @@ class OutOfMemory(Exception):  # noqa: N818 - the name of the event
 class MemoryGuard:
     """Detection of out-of-memory errors of any rank, at points that every rank reaches."""
 
-    def __init__(self, config: TrainConfig, session: Session, *, active: bool | None = None) -> None:
+    def __init__(self, session: Session, *, active: bool | None = None) -> None:
         """`active`: by default on GPUs. Host memory does not fail with an exception."""
-        self.config = config
         self.session = session
         self.active = session.device.type == "cuda" if active is None else active
 
@@ -35,7 +39,7 @@ class MemoryGuard:
             return
         if failed and self.session.strategy == "fsdp":
             # The other ranks are blocked in a layer's all-gather and cannot be notified. Ending this rank ends them.
-            raise RunError(advice(self.config, self.session, budget))
+            raise RunError(advice(self.session, budget))
         if self.session.strategy != "fsdp" and collectives.max_ints([int(failed)])[0]:
             raise OutOfMemory
 
@@ -44,7 +48,7 @@ class MemoryGuard:
         if self.session.device.type == "cuda":
             torch.cuda.empty_cache()
         if budget.micro_batch_tokens <= SMALLEST_BUDGET:
-            raise RunError(advice(self.config, self.session, budget))
+            raise RunError(advice(self.session, budget))
         half = budget.halved()
         log.warning(
             "out of memory: the step is replayed with micro-batches of %s tokens instead of %s, graphs kept for up to "
@@ -56,30 +60,39 @@ class MemoryGuard:
         return half
 
 
-def advice(config: TrainConfig, session: Session, budget: Budget) -> str:
-    """Return the current settings and what to change, the cheapest change first."""
-    used = ", ".join(f"{key} {value}" for key, value in memory_snapshot(session.device).items())
+def advice(session: Session, budget: Budget) -> str:
+    """Return the current settings and what to change, the cheapest change first, each with what it saves."""
+    placement = session.placement
+    config, size = placement.run.config, placement.size or measure(placement.run.config)
+    now, limit = placement.predict(size, tokens=budget.micro_batch_tokens), size.max_length
     steps = []
     if budget.use_gradient_cache is False:
         steps.append("use_gradient_cache: true (it reduces memory, and the result is the same)")
     steps.append(f"micro_batch_tokens: {max(budget.micro_batch_tokens // 2, 1)} (now {budget.micro_batch_tokens:,d})")
-    if not config.gradient_checkpointing:
-        steps.append("gradient_checkpointing: true")
-    if config.max_length is None or config.max_length > 128:
-        steps.append(f"max_length: {(config.max_length or 512) // 2} (now {config.max_length or 'the model default'})")
-    if not config.use_lora:
-        steps.append("use_lora: true")
-    if config.optim == "adamw" and not config.use_lora:
-        steps.append("optim: adamw_8bit")
-    if session.strategy != "fsdp" and session.world_size > 1:
-        steps.append("use_fsdp: true (FULL_SHARD)")
-    if session.strategy == "fsdp" and not config.fsdp_offload_params:
-        steps.append("fsdp_offload_params: true")
+    if not placement.run.recomputation.value:
+        saved = now.activations - placement.predict(size, tokens=budget.micro_batch_tokens, recomputes=True).activations
+        steps.append(f"gradient_checkpointing: true ({_saves(saved)})")
+    if limit > SHORT:
+        steps.append(f"max_length: {limit // 2} (now {limit})")
+    if not wants_adapters(config):
+        steps.append(f"use_lora: true ({_saves(now.gradients + now.optimizer)})")
+        if config.optim == "adamw":
+            steps.append(f"optim: adamw_8bit ({_saves(0.75 * now.optimizer)})")
+    if placement.fsdp is None and session.world_size > 1:
+        steps.append(f"use_fsdp: true (FULL_SHARD: {_saves(now.states * (1 - 1 / session.world_size))})")
+    if placement.fsdp is not None and not placement.fsdp.offload:
+        steps.append(f"fsdp_offload_params: true ({_saves(now.weights + now.optimizer)})")
     if not config.use_qlora:
         steps.append("use_qlora: true")
     listed = "; ".join(f"{number}. {step}" for number, step in enumerate(steps, start=1))
+    used = ", ".join(f"{key} {value}" for key, value in memory_snapshot(session.device).items())
     return (
-        f"rank {session.rank} of {session.world_size} is out of device memory ({used}; batch_size {config.batch_size}, "
-        f"strategy {session.strategy}). Change in this order: {listed}. A smaller batch_size is not needed: it changes "
-        "the negatives, and memory is bounded by micro_batch_tokens"
+        f"rank {session.rank} of {session.world_size} is out of device memory ({used}; {placement.rows:,d} rows per "
+        f"process, strategy {session.strategy}, an estimated {now.total / GIB:.2f}GB of "
+        f"{placement.memory / GIB:.2f}GB). Change in this order: {listed}. A smaller batch_size is not needed: it "
+        "changes the negatives, and memory is bounded by micro_batch_tokens"
     )
+
+
+def _saves(count: float) -> str:
+    return f"about {count / GIB:.2f}GB less"

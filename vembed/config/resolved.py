@@ -1,0 +1,192 @@
+"""ResolvedRun: every decision of a run that needs no device, each made once, with its reason and its source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from vembed.config.accelerate_file import AccelerateFile
+from vembed.config.fsdp import FSDP_OPTIONS, AskedPrecision, FsdpConfig, resolve_fsdp
+from vembed.config.layers import Given, Level
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+
+T = TypeVar("T")
+Strategy = Literal["single", "ddp", "fsdp"]
+AskedStrategy = Literal["auto", "single", "ddp", "fsdp"]
+DEFAULT = "default"
+BY_HAND = (Level.CONFIG, Level.COMMAND_LINE)
+"""Sources in which a person gives single options."""
+TIMEOUT_VARIABLE = "NCCL_TIMEOUT"
+"""Seconds that a collective may take; read by older versions of torch, and here where the config gives no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision(Generic[T]):
+    """One answer to one question."""
+
+    value: T
+    reason: str
+    """Why, as the log and a dry run say it."""
+    source: str = DEFAULT
+    """Where it was said: `cfg.yaml:7`, `command line`, `accelerate launch`, a preset's file, or `default`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRun:
+    """A config and what follows from it. `train`, `--dry-run`, `plan`, `doctor` and the log read it, and decide nothing
+    that stands here a second time."""
+
+    config: TrainConfig
+    origins: Mapping[str, str]
+    """Option -> the source of its value."""
+    translated: tuple[str, ...]
+    """Options given under another name, and their name here."""
+    notes: tuple[str, ...]
+    """Lines for the log: values that lost against a stronger source, and options without effect."""
+    strategy: Decision[AskedStrategy]
+    """`auto`: left to the placement, by the size of the model."""
+    fsdp: FsdpConfig | None
+    """The settings that hold if the model is sharded; None where that is ruled out."""
+    fsdp_notes: tuple[str, ...]
+    """Lines for the log of a sharded run, and of one whose FSDP options come to plain copies."""
+    fsdp_given: tuple[str, ...]
+    """FSDP options that the config or the command line gives, as `name: value`."""
+    recomputation: Decision[bool]
+    """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
+    precision: Decision[AskedPrecision]
+    """Precision of a model that is not sharded; `FsdpConfig.mixed_precision` is that of a sharded one."""
+    processes: Decision[int | Literal["auto"]]
+    """Processes on each machine."""
+    machines: Decision[int]
+    timeout_minutes: Decision[float]
+    """How long a collective waits for the other processes."""
+    file: AccelerateFile | None
+    """The Accelerate file that the config or the command line names."""
+
+    def asked_precision(self, *, sharded: bool) -> Decision[AskedPrecision]:
+        """The precision that was asked for, for a sharded model or a whole one."""
+        if not sharded or self.fsdp is None:
+            return self.precision
+        return Decision(self.fsdp.mixed_precision, self.fsdp.precision_reason, self.fsdp.source)
+
+
+def decide(
+    config: TrainConfig,
+    given: Mapping[str, Given],
+    *,
+    origins: Mapping[str, str],
+    translated: tuple[str, ...],
+    notes: Sequence[str],
+    file: AccelerateFile | None,
+    base: str,
+    env: Mapping[str, str],
+) -> ResolvedRun:
+    """Make every decision. `given`: each option that any source gives, as the strongest source gives it; `base`: the
+    file or launcher that the FSDP settings start from."""
+    _check_file(config, given, file)
+    strategy = _strategy(config, given, base)
+    values = {name: given[name].value for name in FSDP_OPTIONS if name in given and given[name].value is not None}
+    own = [one for one in given.values() if one.option in FSDP_OPTIONS and one.level in BY_HAND]
+    own = [one for one in own if one.value is not None and one.option != "fsdp_activation_checkpointing"]
+    fsdp, fsdp_notes = resolve_fsdp(config, values, base) if strategy.value in ("auto", "fsdp") else (None, [])
+    found = list(notes)
+    if fsdp is None and _wants_fsdp(config):
+        fsdp_notes = ["fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy on each process)"]
+    elif fsdp is None:
+        found += [f"{one} has no effect with strategy: {strategy.value}" for one in own]
+    return ResolvedRun(
+        config=config,
+        origins=origins,
+        translated=translated,
+        strategy=strategy,
+        fsdp=fsdp,
+        fsdp_notes=tuple(fsdp_notes),
+        fsdp_given=tuple(str(one) for one in own),
+        recomputation=_recomputation(given, strategy),
+        precision=_precision(config, given),
+        processes=_asked("num_processes", config.num_processes, given),
+        machines=_asked("num_machines", config.num_machines, given),
+        timeout_minutes=_timeout(config, given, env, found),
+        notes=tuple(found),
+        file=file,
+    )
+
+
+def _wants_fsdp(config: TrainConfig) -> bool:
+    return config.use_fsdp or config.strategy == "fsdp"
+
+
+def _check_file(config: TrainConfig, given: Mapping[str, Given], file: AccelerateFile | None) -> None:
+    """Refuse FSDP beside a file without it, unless FSDP was asked for by a stronger source than the file."""
+    if file is None or file.distribution == "fsdp" or not _wants_fsdp(config):
+        return
+    asked = given["use_fsdp" if config.use_fsdp else "strategy"]
+    if asked.level <= given["accelerate_config"].level:
+        raise UserError(
+            f"{asked.option}: {str(asked.value).lower()}, but {file.source} is for {file.distribution}: name a file "
+            "with distributed_type: FSDP (for example accelerate_config: accelerate_fsdp), or leave "
+            f"{asked.option} out"
+        )
+
+
+def _asked(name: str, value: T, given: Mapping[str, Given]) -> Decision[T]:
+    """Return an option as it is. The reason is its name, or the file or launcher that gives it."""
+    one = given.get(name)
+    if one is None:
+        return Decision(value, DEFAULT)
+    return Decision(value, name if one.level in BY_HAND else one.where, one.source)
+
+
+def _strategy(config: TrainConfig, given: Mapping[str, Given], base: str) -> Decision[AskedStrategy]:
+    """Return how processes share the model, as far as somebody has said it."""
+    if _wants_fsdp(config):
+        source = given["use_fsdp" if config.use_fsdp else "strategy"].source
+        sharding = given.get("fsdp_sharding_strategy")
+        if sharding is not None and sharding.value == "NO_SHARD":
+            return Decision("ddp", "asked for by fsdp_sharding_strategy: NO_SHARD", source)
+        return Decision("fsdp", f"asked for, with the options of {base}", source)
+    if config.strategy != "auto":
+        return Decision(config.strategy, "asked for", given["strategy"].source)
+    if "use_fsdp" in given:
+        return Decision("ddp", "use_fsdp: false rules sharding out", given["use_fsdp"].source)
+    return Decision("auto", "decided by the size of the model: ddp where it fits, fsdp where it does not")
+
+
+def _recomputation(given: Mapping[str, Given], strategy: Decision[AskedStrategy]) -> Decision[bool]:
+    for name in ("gradient_checkpointing", "fsdp_activation_checkpointing"):
+        if name in given and given[name].value is not None:
+            return _asked(name, bool(given[name].value), given)
+    if strategy.value == "fsdp":
+        return Decision(True, "default with use_fsdp: true")
+    return Decision(False, "default without use_fsdp")
+
+
+def _precision(config: TrainConfig, given: Mapping[str, Given]) -> Decision[AskedPrecision]:
+    asked = _asked("mixed_precision", config.mixed_precision, given)
+    if asked.value == "auto":
+        return Decision("auto", "auto", asked.source)
+    place = "" if asked.reason == "mixed_precision" else f", set by {asked.reason}"
+    return Decision(asked.value, f"mixed_precision: {asked.value}{place}", asked.source)
+
+
+def _timeout(
+    config: TrainConfig, given: Mapping[str, Given], env: Mapping[str, str], notes: list[str]
+) -> Decision[float]:
+    asked = _asked("dist_timeout_minutes", config.dist_timeout_minutes, given)
+    said = env.get(TIMEOUT_VARIABLE)
+    if not said:
+        return asked
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise UserError(f"{TIMEOUT_VARIABLE}={said} must be a number of seconds above 0; or use dist_timeout_minutes")
+    if "dist_timeout_minutes" not in given:
+        return Decision(seconds / 60, f"{TIMEOUT_VARIABLE}={said}", "environment")
+    if seconds != 60 * asked.value:
+        notes.append(f"{given['dist_timeout_minutes']} overrides {TIMEOUT_VARIABLE}={said} (environment)")
+    return asked

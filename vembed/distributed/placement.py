@@ -1,0 +1,275 @@
+"""Placement: every decision of a run that needs its processes and devices, each made once, with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+import torch
+
+from vembed.config.fsdp import AskedPrecision, FsdpConfig
+from vembed.config.resolved import Decision, ResolvedRun, Strategy
+from vembed.config.rules import batch_size_per_process
+from vembed.distributed import estimate
+from vembed.distributed.environment import RankInfo
+from vembed.distributed.estimate import GIB, Memory, ModelSize, measure
+from vembed.errors import UserError
+
+Precision = Literal["no", "bf16", "fp16"]
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+FITS_SHARE = 0.5
+"""Weights, gradients and optimizer may take this share of the memory before `auto` shards them: the rest is for
+activations, gathered embeddings and the data."""
+POINTLESS_SHARE = 0.2
+"""Below this share FSDP that was asked for gets a remark."""
+WHOLE_GRADIENTS_SHARE = 0.2
+"""Gradients of the whole model may take this share of a process's memory between the micro-batches of a step."""
+WHOLE_PARAMETERS_SHARE = 0.2
+"""The same for gathered parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A resolved run on its processes and devices. The session, the step, `plan`, `doctor`, the advice on memory and
+    the log read it."""
+
+    run: ResolvedRun
+    ranks: RankInfo
+    device: torch.device
+    memory: int
+    """Bytes that a process has: of its GPU, or its part of the machine's memory; the least of all processes."""
+    strategy: Decision[Strategy]
+    fsdp: FsdpConfig | None
+    """The settings of FSDP where the model is sharded, else None."""
+    precision: Decision[Precision]
+    """Precision of the arithmetic."""
+    rows: int
+    """Examples of a global batch on one process, at most."""
+    size: ModelSize | None = None
+    """Sizes of the model, where a decision has asked for them."""
+    advice: str | None = None
+    notes: tuple[str, ...] = ()
+    """Lines for the log: options without effect on these processes."""
+
+    @property
+    def num_machines(self) -> int:
+        """Machines, each with equally many processes."""
+        return self.ranks.world_size // self.ranks.local_world_size
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the model is sharded inside each machine and copied between machines."""
+        wanted = self.fsdp is not None and self.fsdp.sharding_strategy == "HYBRID_SHARD"
+        return wanted and self.num_machines > 1 and self.ranks.local_world_size > 1
+
+    @property
+    def num_shards(self) -> int:
+        """Processes that share one copy of the model."""
+        if self.fsdp is None:
+            return 1
+        return self.ranks.local_world_size if self.is_hybrid else self.ranks.world_size
+
+    @property
+    def offloads(self) -> bool:
+        """Whether weights, gradients and optimizer state rest in host memory, and not on a GPU."""
+        return self.fsdp is not None and self.fsdp.offload and self.device.type == "cuda"
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the arithmetic."""
+        return DTYPES[self.precision.value]
+
+    @property
+    def computes_in_half(self) -> bool:
+        """Whether the arithmetic is in 16 bits."""
+        return self.precision.value != "no"
+
+    @property
+    def whole_gradients_limit(self) -> float:
+        """Bytes that unsharded gradients may take between the micro-batches of a step."""
+        return WHOLE_GRADIENTS_SHARE * self.memory
+
+    @property
+    def whole_parameters_limit(self) -> float:
+        """Bytes that gathered parameters may take between the micro-batches of a step."""
+        return WHOLE_PARAMETERS_SHARE * self.memory
+
+    @property
+    def may_keep_gathered(self) -> bool:
+        """Whether parameters can stay gathered during a step: FSDP2 without offloading, on several processes."""
+        fsdp = self.fsdp
+        return fsdp is not None and fsdp.version == 2 and not fsdp.offload and self.ranks.world_size > 1
+
+    def reduces_each_micro_batch(self, gradient_bytes: float) -> bool:
+        """Return whether FSDP reduces gradients after every micro-batch, since whole ones would take too much."""
+        return self.fsdp is not None and gradient_bytes > self.whole_gradients_limit
+
+    def keeps_gathered(self, parameter_bytes: float) -> bool:
+        """Return whether FSDP2 keeps parameters gathered between the micro-batches of a step."""
+        if self.fsdp is None or not self.may_keep_gathered or self.fsdp.must_reshard:
+            return False
+        return parameter_bytes <= self.whole_parameters_limit
+
+    def micro_batch_tokens(self, size: ModelSize) -> int:
+        """Predict the padded tokens of a micro-batch, as the budget finds them once the model is there."""
+        config = self.run.config
+        if config.gradient_cache_chunk_size is not None:
+            return config.gradient_cache_chunk_size * size.max_length
+        if config.micro_batch_tokens != "auto":
+            return config.micro_batch_tokens
+        if self.device.type != "cuda":
+            return estimate.CPU_MICRO_BATCH_TOKENS
+        return estimate.largest_micro_batch(self._free(size), self._per_token(size), size.max_length)
+
+    def graphs(self, size: ModelSize) -> str:
+        """Describe how many tokens keep their graphs at once, and why."""
+        config, tokens = self.run.config, self.micro_batch_tokens(size)
+        batch = estimate.tokens_of_a_batch(config, self.rows, size.max_length)
+        if config.use_gradient_cache is False:
+            return f"of the whole batch, {batch:,d} padded tokens at most (use_gradient_cache: false)"
+        rows = f", {config.gradient_cache_chunk_size:,d} rows" if config.gradient_cache_chunk_size else ""
+        return f"of one micro-batch, {min(tokens, batch):,d} padded tokens at most{rows}"
+
+    def predict(
+        self,
+        size: ModelSize,
+        *,
+        tokens: int | None = None,
+        recomputes: bool | None = None,
+        uses_cache: bool | None = None,
+    ) -> Memory:
+        """Estimate the memory of one process in a step. `tokens` of a micro-batch, `recomputes`, `uses_cache`: instead
+        of what the run would do."""
+        config = self.run.config
+        held = 0.0 if self.offloads else 1.0 / self.num_shards
+        width = 2 if self.computes_in_half else 4
+        whole_gradients = self.fsdp is not None and not self.reduces_each_micro_batch(size.gradient_bytes)
+        gathered = 0.0
+        if self.fsdp is not None:
+            whole = size.total * width
+            gathered = float(whole if self.keeps_gathered(whole) else 2 * size.layer_parameters * width)
+        graphs = batch = estimate.tokens_of_a_batch(config, self.rows, size.max_length)
+        if uses_cache or config.use_gradient_cache is not False:
+            graphs = min(self.micro_batch_tokens(size) if tokens is None else tokens, batch)
+        return Memory(
+            weights=size.weight_bytes * held,
+            gradients=size.gradient_bytes * (1.0 if whole_gradients else held),
+            optimizer=estimate.optimizer_bytes(config, size) * held,
+            gathered=gathered,
+            activations=graphs * self._per_token(size, recomputes),
+            loss=4.0 * 4 * self.rows * self.ranks.world_size * size.hidden + estimate.WORKING_BYTES,
+        )
+
+    def _per_token(self, size: ModelSize, recomputes: bool | None = None) -> float:
+        asked = self.run.recomputation.value if recomputes is None else recomputes
+        return estimate.bytes_per_token(size, compute_bytes=2 if self.computes_in_half else 4, recomputes=asked)
+
+    def _free(self, size: ModelSize) -> float:
+        held = 0.0 if self.offloads else size.weight_bytes / self.num_shards
+        return max((self.memory - held) * estimate.CUDA_MEMORY_SHARE, 0.0)
+
+
+def place(
+    run: ResolvedRun,
+    ranks: RankInfo,
+    device: torch.device,
+    memory: int,
+    measured: Callable[..., ModelSize] = measure,
+) -> Placement:
+    """Decide how a run is placed. The same on every rank for the same `memory`; `measured` gives the model's sizes."""
+    strategy, size, advice = _choose_strategy(run, ranks, memory, measured)
+    fsdp = run.fsdp if strategy.value == "fsdp" else None
+    return Placement(
+        run=run,
+        ranks=ranks,
+        device=device,
+        memory=memory,
+        strategy=strategy,
+        fsdp=fsdp,
+        precision=choose_precision(run.asked_precision(sharded=fsdp is not None), device),
+        rows=_rows(run, ranks),
+        size=size,
+        advice=advice,
+        notes=tuple(_without_effect(run, ranks, strategy)),
+    )
+
+
+def memory_of_a_process(ranks: RankInfo, device: torch.device) -> int:
+    """Return the bytes of a process's GPU, or its part of the machine's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return psutil.virtual_memory().total // ranks.local_world_size
+
+
+def choose_precision(asked: Decision[AskedPrecision], device: torch.device) -> Decision[Precision]:
+    """Return the precision of the arithmetic: what was asked for, or what the device allows."""
+    has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    if asked.value == "fp16" and device.type == "cpu":
+        raise UserError(f"{asked.reason} needs a GPU, and this process computes on the CPU: use bf16 or no.")
+    if asked.value == "bf16" and not has_bf16:
+        raise UserError(f"{asked.reason}, but {name} has no bfloat16: use fp16 or no.")
+    if asked.value != "auto":
+        return Decision(asked.value, asked.reason, asked.source)
+    if device.type == "cpu":
+        return Decision("no", "auto: the CPU computes in the dtype of the weights")
+    if has_bf16:
+        return Decision("bf16", f"auto: {name} computes in bfloat16")
+    return Decision("no", f"auto: {name} has no bfloat16")
+
+
+def _choose_strategy(
+    run: ResolvedRun, ranks: RankInfo, memory: int, measured: Callable[..., ModelSize]
+) -> tuple[Decision[Strategy], ModelSize | None, str | None]:
+    asked = run.strategy
+    if ranks.world_size == 1:
+        if asked.value == "fsdp":
+            reason = "FSDP was asked for, but one process has nobody to shard with: the model stays whole"
+            return Decision("single", reason, asked.source), None, None
+        return Decision("single", "one process"), None, None
+    if asked.value == "single":
+        raise UserError(
+            f"strategy: single, but {ranks.world_size} processes were started: start one, or use strategy: ddp."
+        )
+    if asked.value == "ddp":
+        return Decision("ddp", asked.reason, asked.source), None, None
+    size = measured(run.config)
+    states = size.weight_bytes + size.gradient_bytes + estimate.optimizer_bytes(run.config, size)
+    share = states / memory
+    need = (
+        f"{size.total:,d} parameters need {states / GIB:.2f}GB for weights, gradients and optimizer, {share:.0%} of "
+        f"the {memory / GIB:.1f}GB of a process"
+    )
+    if asked.value == "fsdp":
+        advice = f"FSDP is not needed here: {need}; strategy: ddp would be faster" if share < POINTLESS_SHARE else None
+        return Decision("fsdp", asked.reason, asked.source), size, advice
+    if share > FITS_SHARE:
+        return Decision("fsdp", f"auto: {need}, more than {FITS_SHARE:.0%}"), size, None
+    return Decision("ddp", f"auto: {need}, so each process can hold a copy"), size, None
+
+
+def _rows(run: ResolvedRun, ranks: RankInfo) -> int:
+    """Return the largest number of rows of any process. A resumed run may divide its global batch unevenly."""
+    config = run.config
+    if config.resume and config.global_batch_size is not None:
+        return -(-config.global_batch_size // ranks.world_size)
+    return batch_size_per_process(config, ranks.world_size)
+
+
+def _without_effect(run: ResolvedRun, ranks: RankInfo, strategy: Decision[Strategy]) -> list[str]:
+    notes = []
+    if strategy.value != "fsdp" and run.fsdp is not None:
+        notes += [f"{one} has no effect: the strategy is {strategy.value}" for one in run.fsdp_given]
+    how = "was started with" if ranks.launched else "is"
+    running = f"{ranks.local_world_size} process(es) on this machine"
+    if run.processes.value not in ("auto", ranks.local_world_size):
+        asked = f"num_processes: {run.processes.value} ({run.processes.source})"
+        notes.append(f"{asked} has no effect: this run {how} {running}; `vembed train` starts as many as it says")
+    num_machines = ranks.world_size // ranks.local_world_size
+    if run.machines.source != "default" and run.machines.value != num_machines:
+        asked = f"num_machines: {run.machines.value} ({run.machines.source})"
+        notes.append(f"{asked} has no effect: this run {how} {num_machines} machine(s)")
+    return notes
