@@ -107,7 +107,7 @@ def test_attention_is_that_of_the_formula(
 
     monkeypatch.setattr(cpu_kernels, "keep_mask", drawn)
     monkeypatch.setattr(cpu_kernels, "scale_of", lambda p: 1 / (1 - p))
-    dropped = packing._dropped(query, key, value, pieces, p, size**-0.5)
+    dropped = cpu_kernels.dropped_attention(query, key, value, pieces, p, size**-0.5)
     plain = packing._by_sdpa(query, key, value, pieces, 0.0, size**-0.5)
     weights = torch.randn_like(dropped)
     ours = [torch.autograd.grad((one * weights).sum(), (query, key, value)) for one in (dropped, plain)]

@@ -21,6 +21,7 @@ from vembed.data import microbatches
 from vembed.data.batches import rank_rows
 from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser
+from vembed.data.feeding import Feeder
 from vembed.data.rank_batch import RankBatch, make_rank_batch
 from vembed.distributed.session import start_session
 from vembed.families.decisions import describe
@@ -29,9 +30,9 @@ from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.saving.files import clean_name
 from vembed.training.budget import Budget
+from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep, order_micro_batches, seed_of
-from vembed.training.timing import PhaseTimer
 from vembed.training.update import synchronise
 
 SEED, BATCH_NUMBER = 5, 3
@@ -113,9 +114,8 @@ def gradients_on_ranks(cases: list[tuple[Case, Path]], strategy: str, more: dict
             own = rank_rows(len(rows), session.rank, session.world_size)
             rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
             guard = MemoryGuard(session)
-            step = ContrastiveStep(
-                model, loss, featuriser, session, case.budget(), PhaseTimer(session.device), guard, SEED
-            )
+            source = InputSource(model, Feeder(featuriser, session.device), session)
+            step = ContrastiveStep(model, loss, source, session, case.budget(), guard, SEED)
             result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
             synchronise(model, loss, session)
             results.append({**full_gradients(model), **loss_gradients(loss), "loss": result.loss_share})

@@ -24,6 +24,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.batches import rank_rows
 from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.features import Featuriser
+from vembed.data.feeding import Feeder
 from vembed.data.rank_batch import make_rank_batch
 from vembed.distributed.session import start_session
 from vembed.families.decisions import describe
@@ -31,9 +32,9 @@ from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.training.budget import Budget
+from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep
-from vembed.training.timing import PhaseTimer
 from vembed.training.update import synchronise
 
 NUM_EXAMPLES = 7
@@ -155,10 +156,10 @@ def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
             own = rank_rows(len(rows), session.rank, session.world_size)
             rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
             for cached in (False, True):
-                step = ContrastiveStep(
-                    model, loss, featuriser, session, Budget(45, None, 10**9, cached), PhaseTimer(session.device),
-                    MemoryGuard(session), 5, frozen, None, image_bytes,
-                )  # fmt: skip
+                feeder = Feeder(featuriser, session.device)
+                source = InputSource(model, feeder, session, frozen=frozen, image_bytes=image_bytes)
+                budget, guard = Budget(45, None, 10**9, cached), MemoryGuard(session)
+                step = ContrastiveStep(model, loss, source, session, budget, guard, seed=5)
                 result = step.accumulate(rank_batch, 3, weight=1.0, last=True)
                 synchronise(model, loss, session)
                 results.append(

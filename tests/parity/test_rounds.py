@@ -11,12 +11,13 @@ from tests.harness import run_ranks
 from tests.parity.engine import Case, build, examples
 from tests.tiny import shared, tiny_bert
 from vembed.data.batches import rank_rows
+from vembed.data.feeding import Feeder
 from vembed.data.rank_batch import make_rank_batch
 from vembed.distributed import collectives
 from vembed.distributed.session import start_session
+from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep
-from vembed.training.timing import PhaseTimer
 from vembed.training.update import synchronise
 
 
@@ -43,9 +44,8 @@ def count_rounds(folder: Path, strategy: str, cases: list[Case]) -> list[dict[st
             own = rank_rows(len(rows), session.rank, session.world_size)
             rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
             guard = MemoryGuard(session)
-            step = ContrastiveStep(
-                model, loss, featuriser, session, case.budget(), PhaseTimer(session.device), guard, seed=0
-            )
+            source = InputSource(model, Feeder(featuriser, session.device), session)
+            step = ContrastiveStep(model, loss, source, session, case.budget(), guard, seed=0)
             collectives.reset_collective_counts()
             reduced.clear()
             result = step.accumulate(rank_batch, 0, weight=1.0, last=True)

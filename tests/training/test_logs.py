@@ -64,6 +64,8 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0_C32(
     assert [step for step, values in logged if "train/loss" in values] == [1, 2, 3]
     assert any("eval/ndcg_at_10" in values for _, values in logged)
     assert logged[-1] == (-1, {})
-    with Metrics(load_config(options), rank=1, first_step=0) as metrics:
-        metrics.step({"step": 1, "loss": 1.0})
+    metrics = Metrics(load_config(options))
+    metrics.on_start(SimpleNamespace(session=SimpleNamespace(is_main=False)))  # type: ignore[arg-type]
+    metrics.on_log({"step": 1, "loss": 1.0})
+    metrics.close()
     assert len(started) == 1

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.training.tiny_run import config_for
-from vembed.training.timing import Profile
+from vembed.training.hooks import StepReport
+from vembed.training.profiling import Profile
 
 
 @pytest.mark.parametrize(
@@ -28,9 +29,9 @@ def test_a_trace_of_the_steps_that_there_are(
     profile = Profile(config_for(tmp_path, profile_steps=chosen), rank=0, total_steps=5)
     steps = list(done)
     for step, following in zip(steps, [*steps[1:], None], strict=True):
-        profile.before(step)
+        profile.before_step(step)
         if step != following:
-            profile.after(step)
+            profile.on_step(StepReport(step, epoch=0.0))
     trace = tmp_path / "trace-rank0.json"
     assert trace.exists() is (recorded is not None)
     if recorded is not None:

@@ -11,7 +11,7 @@ from tests.training.test_checkpoint import starting
 from tests.training.tiny_run import assert_same, config_for
 from vembed.errors import RunError
 from vembed.training import update as module
-from vembed.training.run import LoopState
+from vembed.training.loop_state import LoopState
 from vembed.training.update import FIRST_SCALE, GradientScale, Outcome, Update
 from vembed.training.watch import Watch
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
 
 Lengths = Sequence[int] | np.ndarray
+Group = TypeVar("Group")
 
 PRICE = 16
 """An additional micro-batch must save more than 1/16 of the budget in padding."""
@@ -31,6 +33,50 @@ def split(lengths: Lengths, budget: int, max_rows: int | None = None, at_least: 
     parts = [indices[start:end] for start, end in pairwise([0, *ends])]
     # All ranks must run equally many forward passes: under FSDP each one is a collective.
     return parts + [[] for _ in range(at_least - len(parts))]
+
+
+class LockstepSplit(Generic[Group]):
+    """Micro-batches of several groups of inputs (the modalities), of which every rank must run equally many.
+
+    A forward pass of a sharded model is collective. So each rank splits its own inputs, the ranks exchange `counts`,
+    and a rank below the maximum of a group splits its micro-batches of that group further, or adds empty ones.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        places_of: Mapping[Group, Sequence[int]],
+        budget: int,
+        max_rows: int | None = None,
+    ) -> None:
+        """`lengths`: of all inputs of the rank. `places_of`: the inputs of each group, as positions in `lengths`."""
+        self.places_of = places_of
+        self.budget = budget
+        self.max_rows = max_rows
+        self._lengths = {group: [lengths[place] for place in places] for group, places in places_of.items()}
+        self._splits = {group: split(own, budget, max_rows) for group, own in self._lengths.items()}
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of this rank's micro-batches of each group, in the order of `places_of`."""
+        return [len(found) for found in self._splits.values()]
+
+    @property
+    def padded_tokens(self) -> int:
+        """Padded tokens of this rank before the ranks have agreed."""
+        return sum(padded_tokens(self._lengths[group], found) for group, found in self._splits.items())
+
+    def agreed(self, counts: Sequence[int]) -> dict[Group, list[list[int]]]:
+        """Return micro-batches of positions in `lengths`, exactly `counts` of each group: the maxima over the ranks.
+        Groups that no rank has inputs of are left out."""
+        agreed = {}
+        for (group, own), count in zip(self._splits.items(), counts, strict=True):
+            found = own
+            if count > len(own):
+                found = split(self._lengths[group], self.budget, self.max_rows, at_least=count)
+            if found:
+                agreed[group] = [[self.places_of[group][row] for row in rows] for rows in found]
+        return agreed
 
 
 def padded_tokens(lengths: Lengths, micro_batches: Sequence[Sequence[int]]) -> int:

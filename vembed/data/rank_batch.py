@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from vembed.data.batches import BatchSchedule, rank_rows
+from vembed.data.distinct import distinct
 from vembed.data.examples import Example, Item, Kind
 from vembed.data.features import Features, Featuriser
 
@@ -64,23 +65,14 @@ def make_rank_batch(
             negatives.append((len(items), number_in_batch))
             items.append((negative, "document"))
         scores.extend(example.scores or ())
-    all_features = featuriser.features(items)
-    # Equal inputs are encoded once: `where_to` maps each item to its row in `distinct`.
-    place: dict[int, int] = {}
-    distinct: list[Features] = []
-    where_to = np.empty(len(items), dtype=np.int64)
-    for position, feature in enumerate(all_features):
-        found = place.get(feature.key)
-        if found is None:
-            found = place[feature.key] = len(distinct)
-            distinct.append(feature)
-        where_to[position] = found
+    # By key, not by text: a text as query and as document differs if the model has prompts.
+    features, where_to = distinct(featuriser.features(items), key=lambda feature: feature.key)
     row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
     negative_table = np.asarray(negatives, dtype=np.int64).reshape(-1, 2)
     return RankBatch(
         epoch=epoch,
         batch_in_epoch=number,
-        features=distinct,
+        features=features,
         query=where_to[row_table[:, 0]],
         positive=where_to[row_table[:, 1]],
         example=row_table[:, 2],

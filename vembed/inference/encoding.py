@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vembed.data import microbatches
+from vembed.data.distinct import distinct
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, Featuriser
 from vembed.data.feeding import Feeder, MicroBatch, ModalitySlice, row_index
+from vembed.data.microbatches import LockstepSplit
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.families.table import Modality
@@ -89,15 +90,15 @@ def encode_items(
     """
     rank, world_size = (session.rank, session.world_size) if session else (0, 1)
     device = session.device if session else _device_of(model)
-    distinct, where = _distinct(items)
+    contents, where = distinct(items, key=Item.key)
     embeddings: np.ndarray | None = None
     feeder = Feeder(featuriser, device)
-    reporter = _Reporter(progress, len(items), len(distinct), world_size)
+    reporter = _Reporter(progress, len(items), len(contents), world_size)
     with _evaluating(model), ThreadPoolExecutor(1, thread_name_prefix="vembed-encode") as ahead:
-        chunks = list(_chunks(distinct, world_size))
+        chunks = list(_chunks(contents, world_size))
 
         def featurise(chunk: _Chunk) -> list[Features]:
-            return featuriser.features([(distinct[index], kind) for index in chunk.by_rank[rank]])
+            return featuriser.features([(contents[index], kind) for index in chunk.by_rank[rank]])
 
         # Tokenize the next chunk in a thread while this one is encoded.
         waiting = [ahead.submit(featurise, chunk) for chunk in chunks[:1]]
@@ -120,11 +121,11 @@ def encode_items(
                 # The rows arrive in rank order, the order in which the indices of `by_rank` are joined below.
                 own = collectives.all_gather_rows(own, [len(share) for share in chunk.by_rank])
             if embeddings is None:
-                embeddings = np.empty((len(distinct), own.shape[1]), np.float32)
+                embeddings = np.empty((len(contents), own.shape[1]), np.float32)
             embeddings[[index for share in chunk.by_rank for index in share]] = own.float().cpu().numpy()
     if embeddings is None:
         embeddings = np.empty((0, featuriser.description.embedding_dim), np.float32)
-    if len(distinct) < len(items):
+    if len(contents) < len(items):
         embeddings = embeddings[where]
     return first_dims(embeddings, truncate_dim or embeddings.shape[1], normalize)
 
@@ -147,18 +148,8 @@ def split_in_step(
 ) -> dict[Modality, list[list[int]]]:
     """Return micro-batches of some inputs of each modality, equally many on every rank. Collective with several
     ranks."""
-    lengths = {modality: [features[row].length for row in rows] for modality, rows in rows_of.items()}
-    splits = {modality: microbatches.split(lengths[modality], budget, max_rows) for modality in rows_of}
-    if world_size > 1:
-        # A forward pass of a sharded model is collective: ranks with fewer micro-batches split theirs or add dummies.
-        counts = collectives.max_ints([len(split) for split in splits.values()])
-        for modality, count in zip(rows_of, counts, strict=True):
-            if count > len(splits[modality]):
-                splits[modality] = microbatches.split(lengths[modality], budget, max_rows, at_least=count)
-    return {
-        modality: [[rows_of[modality][place] for place in places] for places in split]
-        for modality, split in splits.items()
-    }
+    own = LockstepSplit([feature.length for feature in features], rows_of, budget, max_rows)
+    return own.agreed(collectives.max_ints(own.counts) if world_size > 1 else own.counts)
 
 
 def _encode_rank_batch(
@@ -204,25 +195,11 @@ def _encode_rank_batch(
     return result
 
 
-def _distinct(items: Sequence[Item]) -> tuple[list[Item], np.ndarray]:
-    """Return the distinct contents, and for every item the index of its content."""
-    place: dict[int, int] = {}
-    distinct: list[Item] = []
-    where = np.empty(len(items), np.int64)
-    for position, item in enumerate(items):
-        key = item.key()
-        if key not in place:
-            place[key] = len(distinct)
-            distinct.append(item)
-        where[position] = place[key]
-    return distinct, where
-
-
-def _chunks(distinct: Sequence[Item], world_size: int) -> Iterator[_Chunk]:
+def _chunks(contents: Sequence[Item], world_size: int) -> Iterator[_Chunk]:
     """Yield chunks of inputs of similar length, dealt to the ranks in turn. The longest come first, so that memory
     runs out at once or never. Text length in characters is the sort key; exact token lengths order the micro-batches
     within a chunk."""
-    order = sorted(range(len(distinct)), key=lambda index: -len(distinct[index].text or ""))
+    order = sorted(range(len(contents)), key=lambda index: -len(contents[index].text or ""))
     for start in range(0, len(order), CHUNK * world_size):
         chunk = order[start : start + CHUNK * world_size]
         yield _Chunk([chunk[rank::world_size] for rank in range(world_size)])

@@ -9,7 +9,8 @@ differ from torch's and depend on torch's seed only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -106,38 +107,82 @@ def attend_backward(
     return grad_query, grad_key, grad_value
 
 
+class Piece(Protocol):
+    """Part of a batch whose score matrices are computed together."""
+
+    @property
+    def visible(self) -> Tensor | None:
+        """Mask that broadcasts to the scores: bool (true: a query may attend to the key) or added; None: everywhere."""
+        ...
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return the piece of queries, keys or values as [n, heads, length, size]."""
+        ...
+
+    def put(self, result: Tensor, values: Tensor) -> None:
+        """Write what `take` would return into the piece's place in `result`."""
+        ...
+
+
+def dropped_attention(
+    query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[Piece], p: float, scaling: float
+) -> Tensor:
+    """Return dropout(softmax(q k^T * scaling + mask)) v, computed piece by piece."""
+    attended: Tensor = _DroppedAttention.apply(query, key, value, pieces, p, scaling)  # type: ignore[no-untyped-call]
+    return attended
+
+
 class _DroppedAttention(torch.autograd.Function):
-    """`attend`, a few rows of the batch at a time."""
+    """`attend`, piece by piece. Saves probabilities and dropout masks for the backward pass, so nothing is drawn or
+    computed twice."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, scaling: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[Piece], p: float, scaling: float
     ) -> Tensor:
-        rows, heads, length, _ = query.shape
-        # Rows per piece, so that its scores [step, heads, length, keys] have at most SCORES_AT_ONCE elements.
-        step = max(1, SCORES_AT_ONCE // max(1, heads * length * key.shape[2]))
-        output = torch.empty(*query.shape[:3], value.shape[3], dtype=value.dtype)
+        output = value.new_empty(*query.shape[:-1], value.shape[-1])
         saved: list[Tensor] = []
-        for start in range(0, rows, step):
-            piece = slice(start, start + step)
-            part = mask[piece] if mask is not None and mask.shape[0] > 1 else mask
-            output[piece], *kept = attend(query[piece], key[piece], value[piece], part, p, scaling)
+        for piece in pieces:
+            queries, keys, values = (piece.take(one) for one in (query, key, value))
+            attended, *kept = attend(queries, keys, values, piece.visible, p, scaling)
+            piece.put(output, attended)
             saved += kept
         ctx.save_for_backward(query, key, value, *saved)
-        ctx.step, ctx.p, ctx.scaling = step, p, scaling
+        ctx.pieces, ctx.p, ctx.scaling = pieces, p, scaling
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *saved = ctx.saved_tensors
         results = [torch.empty_like(one) for one in (query, key, value)]
-        for number, start in enumerate(range(0, query.shape[0], ctx.step)):
-            piece = slice(start, start + ctx.step)
-            inputs = [one[piece] for one in (query, key, value, gradients[0])]
+        for number, piece in enumerate(ctx.pieces):
+            inputs = [piece.take(one) for one in (query, key, value, gradients[0])]
             found = attend_backward(inputs, (saved[2 * number], saved[2 * number + 1]), ctx.p, ctx.scaling)
             for result, gradient in zip(results, found, strict=True):
-                result[piece] = gradient
+                piece.put(result, gradient)
         return *results, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of a padded batch."""
+
+    rows: slice
+    visible: Tensor | None
+
+    def take(self, values: Tensor) -> Tensor:
+        return values[self.rows]
+
+    def put(self, result: Tensor, values: Tensor) -> None:
+        result[self.rows] = values
+
+
+def _cut(query: Tensor, key: Tensor, mask: Tensor | None) -> list[_Rows]:
+    """Return pieces of a padded batch whose scores [rows, heads, length, keys] have at most SCORES_AT_ONCE elements."""
+    num_rows, heads, length, _ = query.shape
+    step = max(1, SCORES_AT_ONCE // max(1, heads * length * key.shape[2]))
+    rows = [slice(start, start + step) for start in range(0, num_rows, step)]
+    return [_Rows(one, mask[one] if mask is not None and mask.shape[0] > 1 else mask) for one in rows]
 
 
 def attention(
@@ -167,8 +212,7 @@ def attention(
         )
         return output, None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    arguments = (query, key, value, attention_mask, dropout, scaling)
-    dropped: Tensor = _DroppedAttention.apply(*arguments)  # type: ignore[no-untyped-call]
+    dropped = dropped_attention(query, key, value, _cut(query, key, attention_mask), dropout, scaling)
     return dropped.transpose(1, 2).contiguous(), None
 
 

@@ -157,7 +157,7 @@ def attention(
         own = dropout > 0.0 and key.shape[1] == query.shape[1] and not torch.is_autocast_enabled("cpu")
         per_head = cpu_kernels.SCORES_AT_ONCE // query.shape[1]
         pieces = cut(tuple(packed.starts.tolist()), per_head, causal, window)
-        output = (_dropped if own else _by_sdpa)(query, key, value, pieces, dropout, scaling)
+        output = (cpu_kernels.dropped_attention if own else _by_sdpa)(query, key, value, pieces, dropout, scaling)
     return output[None], None
 
 
@@ -218,6 +218,14 @@ class Piece:
     """Indices of the num_texts * longest slots that hold tokens; None: all."""
     visible: Tensor | None
     """Bool mask [num_texts or 1, 1, longest, longest], true where a query may attend to a key; None: everywhere."""
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return the piece's tokens, padded: [texts, heads, longest, size]."""
+        return self.pad(values[self.tokens])
+
+    def put(self, result: Tensor, values: Tensor) -> None:
+        """Write the real tokens of [texts, heads, longest, size] into [tokens, heads, size]."""
+        result[self.tokens] = self.unpad(values)
 
     def pad(self, tokens: Tensor) -> Tensor:
         """Map [tokens, heads, size] to [texts, heads, longest, size], with zeros in empty slots."""
@@ -284,41 +292,3 @@ def _by_sdpa(
         )
         attended.append(piece.unpad(scores))
     return torch.cat(attended)
-
-
-def _dropped(
-    query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...], dropout: float, scaling: float
-) -> Tensor:
-    output: Tensor = _DroppedPieces.apply(query, key, value, pieces, dropout, scaling)  # type: ignore[no-untyped-call]
-    return output
-
-
-class _DroppedPieces(torch.autograd.Function):
-    """dropout(softmax(q k^T * scaling)) v, piece by piece. Saves probabilities and dropout masks for backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...], p: float, scaling: float
-    ) -> Tensor:
-        output = query.new_empty(*query.shape[:2], value.shape[2])
-        saved: list[Tensor] = []
-        for piece in pieces:
-            queries, keys, values = (piece.pad(one[piece.tokens]) for one in (query, key, value))
-            attended, *kept = cpu_kernels.attend(queries, keys, values, piece.visible, p, scaling)
-            output[piece.tokens] = piece.unpad(attended)
-            saved += kept
-        ctx.save_for_backward(query, key, value, *saved)
-        ctx.pieces, ctx.p, ctx.scaling = pieces, p, scaling
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *saved = ctx.saved_tensors
-        results = [torch.empty_like(one) for one in (query, key, value)]
-        for number, piece in enumerate(ctx.pieces):
-            inputs = [piece.pad(one[piece.tokens]) for one in (query, key, value, gradients[0])]
-            draws = (saved[2 * number], saved[2 * number + 1])
-            found = cpu_kernels.attend_backward(inputs, draws, ctx.p, ctx.scaling)
-            for result, gradient in zip(results, found, strict=True):
-                result[piece.tokens] = piece.unpad(gradient)
-        return *results, None, None, None

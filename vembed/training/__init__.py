@@ -1,1 +1,1 @@
-"""The training run. Start with run.py."""
+"""The training run. Start with trainer.py."""

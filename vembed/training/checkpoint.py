@@ -148,14 +148,20 @@ class Checkpointer:
             log.info("settings changed since the checkpoint: %s", "; ".join(changed))
 
     def load(
-        self, directory: Path, model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        directory: Path,
+        model: nn.Module,
+        loss: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        tensors: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Restore model, loss and optimizer from a checkpoint; return the `state` that was passed to `save`.
 
-        metrics.jsonl is cut to end at the checkpoint's step.
+        `tensors` (see `save`) are filled in place, those that the checkpoint holds. metrics.jsonl is cut to end at the
+        checkpoint's step.
         """
         saved = read_state(directory)
-        self._read(directory, saved, model, loss, optimizer)
+        self._read(directory, saved, model, loss, optimizer, tensors or {})
         state: dict[str, Any] = saved["loop"]
         if self.session.is_main:
             trim_metrics(self.output, state["step"])
@@ -168,8 +174,10 @@ class Checkpointer:
             state |= {"before": {}, "scores": {}, "scored_step": None}
         return state
 
-    def load_weights(self, directory: Path, model: nn.Module, loss: nn.Module) -> bool:
-        """Restore only the weights of model and loss (of the best checkpoint, at the end of a run).
+    def load_weights(
+        self, directory: Path, model: nn.Module, loss: nn.Module, tensors: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Restore only the weights of model and loss, and `tensors` (of the best checkpoint, at the end of a run).
 
         Return False, with a warning and unchanged weights, if the checkpoint is missing or damaged.
         """
@@ -178,7 +186,7 @@ class Checkpointer:
         if problems:
             log.warning("cannot load the weights of %s: %s", directory, "; ".join(problems))
             return False
-        self._read(directory, read_state(directory), model, loss, None)
+        self._read(directory, read_state(directory), model, loss, None, tensors or {})
         return True
 
     def path_of(self, step: int) -> Path:
@@ -204,12 +212,13 @@ class Checkpointer:
         loss: nn.Module,
         optimizer: torch.optim.Optimizer,
         extra: Callable[[Path], None] | None = None,
+        tensors: Mapping[str, Any] | None = None,
     ) -> None:
         """Write the checkpoint of `state["step"]`. A second call for the same step does nothing.
 
         The checkpoint of `state["best_step"]` is never pruned. All ranks call `extra`, which writes more files into the
-        folder (the whole model, with fsdp_state_dict_type: FULL_STATE_DICT). With `async_save`, return once the tensors
-        are copied to host memory.
+        folder (the whole model, with fsdp_state_dict_type: FULL_STATE_DICT). `tensors`: those of hooks, by name. With
+        `async_save`, return once the tensors are copied to host memory.
         """
         self.wait()
         step = int(state["step"])
@@ -231,16 +240,16 @@ class Checkpointer:
             rank=self.session.rank,
             committed=lambda: self._committed(final, state.get("best_step"), began),
         )
-        tensors = tensors_of(model, loss, optimizer)
+        weights = tensors_of(model, loss, optimizer, tensors or {})
         planner = DefaultSavePlanner(flatten_state_dict=False)
         if self.config.async_save:
             pending = async_save(
-                tensors, storage_writer=writer, planner=planner, process_group=self._group, no_dist=self._alone
+                weights, storage_writer=writer, planner=planner, process_group=self._group, no_dist=self._alone
             )
             assert isinstance(pending, Future)
             self._pending, self._saving = pending, (step, final)
         else:
-            self._guard(lambda: save(tensors, storage_writer=writer, planner=planner, no_dist=self._alone), step, final)
+            self._guard(lambda: save(weights, storage_writer=writer, planner=planner, no_dist=self._alone), step, final)
         self.save_seconds = max(self.save_seconds, time.monotonic() - began)
 
     def wait(self) -> None:
@@ -287,6 +296,7 @@ class Checkpointer:
         model: nn.Module,
         loss: nn.Module,
         optimizer: torch.optim.Optimizer | None,
+        extra: Mapping[str, Any],
     ) -> None:
         reader = CheckpointReader(directory)
         entries = reader.read_metadata().state_dict_metadata
@@ -300,7 +310,7 @@ class Checkpointer:
                 no_dist=self._alone,
             )
 
-        restore(model, loss, optimizer, shapes, fill, saved_optimizer=saved["optimizer"])
+        restore(model, loss, optimizer, shapes, fill, saved_optimizer=saved["optimizer"], extra=extra)
 
     def _differences(self, directory: Path) -> list[Difference]:
         saved = read_state(directory)

@@ -9,10 +9,9 @@ from typing import Any
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
 from vembed.distributed.memory import memory_snapshot
-from vembed.distributed.session import Session
 from vembed.progress import duration
+from vembed.training.hooks import Hook, Run, StepReport
 from vembed.training.step import BatchResult
-from vembed.training.timing import PhaseTimer
 
 SLOW_RANK = 1.2
 """Ratio of a rank's own working time to the median's from which the log line names it as slow."""
@@ -20,7 +19,7 @@ SLOW_RANK = 1.2
 
 @dataclass
 class Window:
-    """Counts of this rank since the last log line. Time between `end` and `begin` (evaluation, saving) is excluded."""
+    """Counts of this rank since the last log line."""
 
     num_examples: int = 0
     num_inputs: int = 0
@@ -30,16 +29,6 @@ class Window:
     num_forwards: int = 0
     num_steps: int = 0
     seconds: float = 0.0
-    began: float = 0.0
-
-    def begin(self) -> None:
-        """Start timing a step."""
-        self.began = time.perf_counter()
-
-    def end(self) -> None:
-        """Stop timing a step."""
-        self.num_steps += 1
-        self.seconds += time.perf_counter() - self.began
 
     def add(self, rank_batch: RankBatch, result: BatchResult) -> None:
         """Count one global batch."""
@@ -50,16 +39,45 @@ class Window:
         self.padded_tokens += result.padded_tokens
         self.num_forwards += result.num_forwards
 
-    def figures(self, session: Session, timer: PhaseTimer) -> dict[str, Any]:
-        """Return the figures of all ranks for this window. Collective; the same on every rank."""
-        seconds = max(self.seconds, 1e-9)
-        phases = timer.take()
+
+class Diagnostics(Hook):
+    """Speed, padding, time per phase and memory of every rank. Time between two steps (evaluation, saving) is not
+    counted."""
+
+    def __init__(self) -> None:
+        self.window = Window()
+        self._began = 0.0
+
+    def on_start(self, run: Run) -> None:
+        """Take the device and the timer of the run."""
+        self._device, self._timer = run.session.device, run.step.timer
+
+    def before_step(self, step: int) -> None:
+        """Start timing a step."""
+        del step
+        self._began = time.perf_counter()
+
+    def on_step(self, report: StepReport) -> None:
+        """Count a step."""
+        for rank_batch, result in report.batches:
+            self.window.add(rank_batch, result)
+        self.window.num_steps += 1
+        self.window.seconds += time.perf_counter() - self._began
+
+    def figures(self, report: StepReport) -> dict[str, Any]:
+        """Return the figures of all ranks since the last call. Collective; the same on every rank."""
+        del report
+        window, self.window = self.window, Window()
+        seconds = max(window.seconds, 1e-9)
+        phases = self._timer.take()
         mine = {
             "seconds": {name: round(value, 6) for name, value in phases.items()},
-            "counts": [self.num_examples, self.num_inputs, self.num_distinct, self.useful_tokens, self.padded_tokens],
-            "forwards": self.num_forwards,
-            "memory": memory_snapshot(session.device),
-        }
+            "counts": [
+                window.num_examples, window.num_inputs, window.num_distinct, window.useful_tokens, window.padded_tokens,
+            ],
+            "forwards": window.num_forwards,
+            "memory": memory_snapshot(self._device),
+        }  # fmt: skip
         ranks = collectives.gather_objects_as_json(mine)
         examples, inputs, distinct, useful, padded = (sum(rank["counts"][i] for rank in ranks) for i in range(5))
         # Time in collectives is excluded: it includes waiting for the slowest rank, so it would hide which one that is.
@@ -68,7 +86,7 @@ class Window:
         return {
             "samples_per_second": examples / seconds,
             "tokens_per_second": useful / seconds,
-            "step_seconds": seconds / max(self.num_steps, 1),
+            "step_seconds": seconds / max(window.num_steps, 1),
             "padding_fraction": 1 - useful / padded if padded else 0.0,
             "duplicate_fraction": 1 - distinct / inputs if inputs else 0.0,
             "seconds": [rank["seconds"] for rank in ranks],

@@ -5,45 +5,29 @@ from __future__ import annotations
 import logging
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from torch import nn
 
 from vembed.config.schema import TrainConfig
-from vembed.data.sources import ExampleStore
 from vembed.distributed.parameters import full_state_dict, num_parameters
 from vembed.distributed.session import Session
 from vembed.errors import RunError
-from vembed.evaluation.dataset import EvalData
 from vembed.evaluation.scores import deciding_metric
-from vembed.losses.batch import EmbeddingLoss
-from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.precision import saved_dtype
 from vembed.report.summary import RunSummary, collect_versions
 from vembed.saving.card import Card
 from vembed.saving.files import save_model
 from vembed.training.integrity import list_checkpoints
-
-if TYPE_CHECKING:
-    from vembed.training.run import LoopState
+from vembed.training.loop_state import LoopState
+from vembed.training.parts import RunData, RunModel
 
 log = logging.getLogger("vembed")
 
 
-def save_final(
-    config: TrainConfig,
-    session: Session,
-    embedder: EmbeddingModel,
-    model: nn.Module,
-    loss: EmbeddingLoss,
-    store: ExampleStore,
-    eval_data: EvalData | None,
-    state: LoopState,
-) -> Path:
+def save_final(config: TrainConfig, session: Session, data: RunData, parts: RunModel, state: LoopState) -> Path:
     """Write final/ and the report; return the model's folder. Collective: every rank contributes its weights."""
     try:
-        return _save(config, session, embedder, model, loss, store, eval_data, state)
+        return _save(config, session, data, parts, state)
     except (OSError, SafetensorError) as error:
         kept = [path.name for _, path in list_checkpoints(Path(config.output_dir))]
         what = f"resume from {kept[-1]}" if kept else "train again (save_steps would have kept checkpoints)"
@@ -52,31 +36,15 @@ def save_final(
         ) from error
 
 
-def _save(
-    config: TrainConfig,
-    session: Session,
-    embedder: EmbeddingModel,
-    model: nn.Module,
-    loss: EmbeddingLoss,
-    store: ExampleStore,
-    eval_data: EvalData | None,
-    state: LoopState,
-) -> Path:
+def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel, state: LoopState) -> Path:
     output = Path(config.output_dir)
     directory = output / "final"
-    weights = full_state_dict(model)
-    learned = loss.scale_and_bias()
-    num_total, num_trained = num_parameters(model), num_parameters(model, trainable_only=True)
+    embedder, evaluation = parts.embedder, data.evaluation
+    # Collective: every rank contributes its shards.
+    weights = full_state_dict(parts.model)
+    num_total, num_trained = num_parameters(parts.model), num_parameters(parts.model, trainable_only=True)
     if session.is_main:
-        defaults = TrainConfig(model_name="", data_path="").to_dict()
-        card = Card(
-            data=tuple(store.summary()),
-            settings={key: value for key, value in config.to_dict().items() if value != defaults[key]},
-            scores=state.scores,
-            before=state.before,
-            num_steps=state.step,
-            versions=collect_versions(),
-        )
+        learned = parts.loss.scale_and_bias()
         if learned is not None:
             embedder.write_scale_and_bias(*learned, weights)
         dtype = saved_dtype(config, embedder.description)
@@ -91,28 +59,30 @@ def _save(
             weights,
             dtype=dtype,
             merge_adapters=config.save_merged,
-            card=card,
+            card=_card(config, data, state),
         )
-        RunSummary(
-            model=embedder.description.summary(),
-            data=list(store.summary()),
-            evaluation=eval_data.summary() if eval_data else "",
-            metric=deciding_metric(config, eval_data, state.scores) if eval_data and state.scores else "",
-            final_step=state.scored_step if state.scores else state.step,
-            num_examples=len(store),
-            num_parameters=num_total,
-            num_trainable=num_trained,
-            num_processes=session.world_size,
-            strategy=session.strategy,
-            device=str(session.device),
-            precision=session.mixed_precision,
-            seconds=state.seconds,
-            finished=datetime.now().astimezone().isoformat(timespec="seconds"),
-            versions=collect_versions(),
-            warnings=[f"{state.num_skipped:,d} steps were left out because a number was not finite"]
-            if state.num_skipped
-            else [],
-        ).save(output)
+    summary = RunSummary(
+        model=embedder.description.summary(),
+        data=list(data.examples.summary()),
+        evaluation=evaluation.summary() if evaluation else "",
+        metric=deciding_metric(config, evaluation, state.scores) if evaluation and state.scores else "",
+        final_step=state.scored_step if state.scores else state.step,
+        num_examples=len(data.examples),
+        num_parameters=num_total,
+        num_trainable=num_trained,
+        num_processes=session.world_size,
+        strategy=session.strategy,
+        device=str(session.device),
+        precision=session.mixed_precision,
+        seconds=state.seconds,
+        finished=datetime.now().astimezone().isoformat(timespec="seconds"),
+        versions=collect_versions(),
+        warnings=[f"{state.num_skipped:,d} steps were left out because a number was not finite"]
+        if state.num_skipped
+        else [],
+    )
+    if session.is_main:
+        summary.save(output)
         from vembed.report.report import write_report  # imports matplotlib, so it is not done before the first step
 
         write_report(output)
@@ -120,3 +90,15 @@ def _save(
         log.info("report: %s", output / "report.html")
     session.barrier()
     return directory
+
+
+def _card(config: TrainConfig, data: RunData, state: LoopState) -> Card:
+    defaults = TrainConfig(model_name="", data_path="").to_dict()
+    return Card(
+        data=tuple(data.examples.summary()),
+        settings={key: value for key, value in config.to_dict().items() if value != defaults[key]},
+        scores=state.scores,
+        before=state.before,
+        num_steps=state.step,
+        versions=collect_versions(),
+    )

@@ -1,7 +1,7 @@
 """Features of frozen towers: computed once per step, or once per run and cached on disk.
 
 `FrozenTowers` is for modalities followed only by a head or a projection. `FrozenImages` is for a vision-language model,
-whose frozen image tower precedes a trained language model.
+whose frozen image tower precedes a trained language model. The step uses both through `InputSource`.
 """
 
 from __future__ import annotations
@@ -92,14 +92,72 @@ def log_use(stores: Stores) -> None:
         )  # fmt: skip
 
 
+class InputSource:
+    """Source of the model's inputs: collated micro-batches, with features in place of the inputs of frozen towers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        feeder: Feeder,
+        session: Session,
+        *,
+        frozen: Sequence[Modality] = (),
+        stores: Stores | None = None,
+        image_bytes: int | None = None,
+    ) -> None:
+        """Collective. `frozen`: modalities whose towers are not trained. Each of their inputs passes its tower once per
+        step, or never if `stores` holds its features. `image_bytes`: see `EmbeddingModel.bytes_of_frozen_images`."""
+        self.feeder = feeder
+        self.towers = FrozenTowers(model, frozen, feeder, stores or {})
+        self.images = FrozenImages(model, session, image_bytes)
+
+    def of(self, features: Sequence[Features]) -> BatchInputs:
+        """Return the inputs of one rank batch. Reads the stores; local to the rank."""
+        return BatchInputs(self, features)
+
+
+class BatchInputs:
+    """Inputs of one rank batch. They may be fed twice: Gradient Cache runs every micro-batch again."""
+
+    def __init__(self, source: InputSource, features: Sequence[Features]) -> None:
+        self.source = source
+        self.features = features
+        self._cached = source.towers.look_up(features)
+        self._tables: dict[Modality, Tensor] = {}
+        self._keeps_images = False
+        self._images: list[list[Tensor]] = []
+
+    @property
+    def missing(self) -> dict[Modality, list[int]]:
+        """Positions of the inputs that a frozen tower must encode, per frozen modality."""
+        return {modality: one.missing for modality, one in self._cached.items()}
+
+    def encode_frozen(self, splits: Mapping[Modality, list[list[int]]], *, keeps_images: bool) -> None:
+        """Run the frozen towers on the micro-batches `splits` of the missing inputs. Collective. `keeps_images`: keep
+        the image features of a frozen vision tower for the second feeding."""
+        self._tables = self.source.towers.features(self.features, self._cached, splits)
+        self._keeps_images = keeps_images
+
+    def feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[ModelInputs]:
+        """Yield the model's input for each forward pass."""
+        source = self.source
+        moving = [[part for part in one if part[0] not in source.towers.modalities] for one in micro_batches]
+        fed = source.feeder.feed(moving, self.features)
+        for number, (micro_batch, given) in enumerate(zip(micro_batches, fed, strict=True)):
+            frozen = [part for part in micro_batch if part[0] in source.towers.modalities]
+            inputs = [*given, *(source.towers.inputs(part, self._tables) for part in frozen)]
+            if self._keeps_images and number == len(self._images):  # the first feeding
+                self._images.append(source.images.encode(inputs))
+            yield source.images.substitute(inputs, self._images, number)
+
+
 class FrozenTowers:
     """Frozen towers. Each input passes its tower at most once per step, without dropout and without graphs."""
 
     def __init__(self, model: nn.Module, modalities: Sequence[Modality], feeder: Feeder, stores: Stores) -> None:
         self.model = model
-        self.modalities = tuple(
-            sorted(modalities)
-        )  # the same order on every rank, because FSDP gathers weights in each call
+        # The same order on every rank: FSDP gathers weights in each call.
+        self.modalities = tuple(sorted(modalities))
         self.feeder = feeder
         self.stores = stores
         self._dummies: dict[Modality, Tensor] = {}
@@ -134,7 +192,7 @@ class FrozenTowers:
         between: Between | None = None,
     ) -> dict[Modality, Tensor]:
         """Return a [len(features), width] table per frozen modality, with zeros for inputs of other modalities.
-        Collective: `plans` must hold equally many micro-batches of the missing inputs on every rank. `between` is
+        Collective: `splits` must hold equally many micro-batches of the missing inputs on every rank. `between` is
         called after each micro-batch."""
         # Before the micro-batches and on every rank: a dummy is a forward pass, which is collective under FSDP.
         dummies = {modality: self._dummy(modality) for modality in self.modalities}

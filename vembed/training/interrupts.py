@@ -45,6 +45,9 @@ class Interrupts:
     def __init__(self, config: TrainConfig) -> None:
         self.limit = None if config.max_train_minutes is None else config.max_train_minutes * 60.0
         self.agreed = 0
+        self.ends_early = False
+        """Whether a rank asked for the end of the run, and all know. The run then ends well: with final/."""
+        self._wants_end = False
         self._number = 0
         self._first_at = 0.0
         self._began = self._agreed_at = time.monotonic()
@@ -67,6 +70,14 @@ class Interrupts:
             self._longest_step = max(self._longest_step, now - self._agreed_at)
         self._is_armed, self._agreed_at, self._save_seconds = True, now, save_seconds
         return self._ask(self._longest_step)
+
+    def request_end(self) -> None:
+        """Ask for the end of the run. After the next `agree` or `agree_to_end`, `ends_early` is true on every rank."""
+        self._wants_end = True
+
+    def agree_to_end(self) -> None:
+        """Set `ends_early` on every rank if one of them has asked, between two steps. Collective."""
+        self.ends_early = bool(collectives.max_ints([int(self._wants_end)])[0])
 
     def check(self) -> None:
         """Raise EvaluationStopped if the run is to stop. All ranks call it between two micro-batches of an evaluation.
@@ -100,7 +111,9 @@ class Interrupts:
         mine = self._number
         if not mine and collectives.rank() == 0 and self._time_is_up(step_seconds):
             mine = _TIME_IS_UP
-        self.agreed = collectives.max_ints([mine])[0]
+        # One collective for both questions, as it is called after every step.
+        self.agreed, ends = collectives.max_ints([mine, int(self._wants_end)])
+        self.ends_early = bool(ends)
         return bool(self.agreed)
 
     def _time_is_up(self, step_seconds: float) -> bool:

@@ -9,10 +9,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO, cast
 
 from rich.console import Console
@@ -20,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
+from vembed.training.hooks import Evaluation, Hook, Run, StepReport
 from vembed.training.outlets import LineFile, LogFile, ResilientStream
 
 log = logging.getLogger("vembed")
@@ -111,28 +111,47 @@ def _log_file(path: Path) -> LogFile:
         ) from error
 
 
-class Metrics:
+class Metrics(Hook):
     """metrics.jsonl and the trackers. On ranks other than 0 every call is a no-op."""
 
-    def __init__(self, config: TrainConfig, rank: int, first_step: int) -> None:
-        self.active = rank == 0
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
         self.trackers: list[Any] = []
-        if not self.active:
-            return
-        self.trackers = [_start_tracker(name, config, first_step) for name in config.report_to]
-        self.file = LineFile(Path(config.output_dir) / "metrics.jsonl")
+        self.file: LineFile | None = None
 
-    def step(self, values: Mapping[str, Any]) -> None:
+    def on_start(self, run: Run) -> None:
+        """Open the file and start the trackers."""
+        if run.session.is_main:
+            self.trackers = [_start_tracker(name, self.config, run.state.step) for name in self.config.report_to]
+            self.file = LineFile(Path(self.config.output_dir) / "metrics.jsonl")
+
+    def on_log(self, values: Mapping[str, Any]) -> None:
         """Write one logged step to metrics.jsonl and its numbers to the trackers."""
         self._write(values, {f"train/{key}": value for key, value in _numbers(values).items()}, int(values["step"]))
 
-    def evaluation(self, step: int, epoch: float, scores: Mapping[str, float]) -> None:
+    def on_evaluation(self, evaluation: Evaluation) -> None:
         """Write one evaluation."""
-        line = {"step": step, "epoch": epoch, "eval": dict(scores)}
+        step, scores = evaluation.step, evaluation.scores
+        line = {"step": step, "epoch": evaluation.epoch, "eval": dict(scores)}
         self._write(line, {f"eval/{key.replace('@', '_at_')}": value for key, value in scores.items()}, step)
 
+    def on_finish(self, run: Run) -> None:
+        """Close the file: the report reads it."""
+        del run
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and end the trackers."""
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+        for tracker in self.trackers:
+            with suppress(OSError):
+                tracker.finish()
+        self.trackers = []
+
     def _write(self, line: Mapping[str, Any], flat: Mapping[str, float], step: int) -> None:
-        if not self.active:
+        if self.file is None:
             return
         # A line without a newline was cut by a crash; resuming drops it.
         self.file.write(json.dumps(_finite(line)))
@@ -142,18 +161,6 @@ class Metrics:
             except OSError as error:
                 self.trackers.remove(tracker)
                 log.warning("report_to: %s failed and is disabled (%s); metrics.jsonl continues", tracker.name, error)
-
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.active:
-            self.file.close()
-            for tracker in self.trackers:
-                with suppress(OSError):
-                    tracker.finish()
 
 
 def _start_tracker(name: str, config: TrainConfig, first_step: int) -> Any:
@@ -213,13 +220,33 @@ def _finite(value: Any) -> Any:
     return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-@contextmanager
-def show_progress(console: Console, total_steps: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar with rate and remaining time on a terminal. Files and pipes get log lines only."""
-    if not console.is_terminal or console.quiet:
-        yield lambda _: None
-        return
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("training", total=total_steps)
-        yield lambda step: bar.update(task, completed=step)
+class ProgressBar(Hook):
+    """Progress bar with rate and remaining time on a terminal. Files and pipes get log lines only."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar: Progress | None = None
+
+    def on_start(self, run: Run) -> None:
+        """Show the bar."""
+        if self.console.is_terminal and not self.console.quiet:
+            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bar = Progress(*columns, console=self.console, transient=True)
+            self.bar.start()
+            self.task = self.bar.add_task("training", total=run.data.total_steps)
+
+    def on_step(self, report: StepReport) -> None:
+        """Advance."""
+        if self.bar is not None:
+            self.bar.update(self.task, completed=report.step)
+
+    def on_finish(self, run: Run) -> None:
+        """Remove the bar: what follows is not training."""
+        del run
+        self.close()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None

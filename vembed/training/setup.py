@@ -1,4 +1,4 @@
-"""Set-up decisions that need both the config and the data or model: batches, steps, workers, initial head weights."""
+"""Set-up of a run: its data, its model, and decisions that need both."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ import torch
 from vembed.config.schema import TrainConfig
 from vembed.data.batches import BatchSchedule
 from vembed.data.features import Features, Featuriser
-from vembed.data.sources import ExampleStore
+from vembed.data.feeding import Feeder
+from vembed.data.rank_batch import RankBatchStream
+from vembed.data.sources import ExampleStore, open_examples
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
+from vembed.evaluation.dataset import open_eval_data
+from vembed.families.decisions import describe
 from vembed.families.description import ModelDescription
 from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
-from vembed.models.embedding_model import EmbeddingModel
+from vembed.losses.build import build_loss
+from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.training.frozen import InputSource, open_stores
+from vembed.training.optim import build_optimizer
+from vembed.training.parts import RunData, RunModel
 
 log = logging.getLogger("vembed")
 
@@ -55,6 +63,60 @@ def main_first(session: Session) -> Iterator[None]:
         collectives.broadcast_json(str(error))
         raise
     collectives.broadcast_json(None)
+
+
+def open_data(config: TrainConfig, session: Session) -> RunData:
+    """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
+    with main_first(session):
+        examples = open_examples(config, config.data_path)
+    for line in examples.summary():
+        log.info(line)
+    evaluation = open_eval_data(config, config.val_data_path) if config.val_data_path else None
+    if evaluation:
+        log.info(evaluation.summary())
+    batch_schedule, total_steps = schedule_batches(config, examples, session)
+    return RunData(examples, evaluation, batch_schedule, config.gradient_accumulation_steps, total_steps)
+
+
+def build_parts(config: TrainConfig, examples: ExampleStore, session: Session) -> RunModel:
+    """Build model, loss and optimizer, with weights replicated or sharded. Collective."""
+    torch.manual_seed(config.seed)
+    torch.use_deterministic_algorithms(config.deterministic)
+    description = describe(config)
+    log.info("model: %s", description.summary())
+    featuriser = Featuriser(description)
+    embedder = build_model(
+        config,
+        description,
+        device=session.model_device,
+        computes_on=session.device,
+        compute_dtype=session.placement.compute_dtype,
+        recompute=session.placement.run.recomputation.value,
+        meta=session.builds_empty,
+    )
+    start_head(config, embedder, featuriser, examples, session)
+    # Asked before `prepare`: it changes parameters and wraps modules, and rank 0 still holds the whole model.
+    frozen, image_bytes, packs = embedder.frozen_modalities(), embedder.bytes_of_frozen_images(), embedder.packs_texts()
+    stores = open_stores(config, session, embedder)
+    scale, bias = embedder.initial_scale_and_bias() or (None, None)
+    # The optimizer must see the parameters that `prepare` returns.
+    model = session.prepare(embedder, description.layer_classes)
+    loss = build_loss(config, mrl_dims=description.mrl_dims, start_scale=scale, start_bias=bias).to(session.device)
+    feeder = Feeder(featuriser, session.device, packs_texts=packs)
+    return RunModel(
+        embedder=embedder,
+        model=model,
+        loss=loss,
+        optimizer=build_optimizer(model, loss, config),
+        featuriser=featuriser,
+        source=InputSource(model, feeder, session, frozen=frozen, stores=stores, image_bytes=image_bytes),
+    )
+
+
+def open_stream(config: TrainConfig, data: RunData, featuriser: Featuriser, session: Session) -> RankBatchStream:
+    """Return the stream of this rank's batches."""
+    workers = num_workers(config, featuriser.description)
+    return RankBatchStream(data.examples, data.batch_schedule, featuriser, session.rank, session.world_size, workers)
 
 
 def schedule_batches(config: TrainConfig, store: ExampleStore, session: Session) -> tuple[BatchSchedule, int]:

@@ -27,6 +27,7 @@ from vembed.distributed import collectives
 from vembed.errors import UserError
 
 _OPTIMIZER = "optimizer."
+_HOOKS = "hooks."
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 _OWN = re.compile(r"\.rank\d+of\d+$")
@@ -67,10 +68,17 @@ def quieten_torch() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def tensors_of(model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Return trained weights, buffers and optimizer state by name, as plain tensors or DTensors."""
+def tensors_of(
+    model: nn.Module,
+    loss: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return trained weights, buffers, optimizer state and `extra` (tensors of hooks) by name, as plain tensors or
+    DTensors."""
     model_and_loss = ModelAndLoss(model, loss)
     tensors = {name: _movable(value) for name, value in _weights(model_and_loss).items()}
+    tensors |= {_HOOKS + name: _movable(value) for name, value in (extra or {}).items()}
     # A new optimizer has no state, and get_state_dict would create some by taking a step.
     if optimizer is not None and optimizer.state:
         state: Any = get_optimizer_state_dict(model_and_loss, optimizer, options=_TRAINED)["state"]
@@ -87,8 +95,10 @@ def restore(
     load: Load,
     *,
     saved_optimizer: str = "",
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Restore model, loss and optimizer from a checkpoint with the names and shapes `saved`.
+    """Restore model, loss and optimizer from a checkpoint with the names and shapes `saved`, and of the tensors `extra`
+    those that it holds.
 
     The optimizer's group options (learning rate, weight decay, betas) stay as the config has them.
     """
@@ -96,6 +106,7 @@ def restore(
     weights = _weights(model_and_loss)
     _check_weights(weights, saved)
     tensors = {name: _movable(value) for name, value in weights.items()}
+    tensors |= {_HOOKS + name: _movable(value) for name, value in (extra or {}).items() if _HOOKS + name in saved}
     leaves: list[_Leaf] = []
     state: dict[str, Any] = {}
     groups: Any = []
@@ -201,7 +212,7 @@ def _put_numbers(leaves: list[_Leaf], state: Mapping[str, Any]) -> None:
 
 def _check_weights(weights: Mapping[str, Any], saved: Mapping[str, list[int]]) -> None:
     """Raise UserError unless the checkpoint holds exactly the tensors that this run trains."""
-    held = {name for name in saved if not name.startswith(_OPTIMIZER)}
+    held = {name for name in saved if not name.startswith((_OPTIMIZER, _HOOKS))}
     missing, extra = sorted(set(weights) - held), sorted(held - set(weights))
     if missing or extra:
         sides = {"only this run trains": missing, "only the checkpoint has": extra}

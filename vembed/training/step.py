@@ -1,27 +1,26 @@
 """One contrastive step: encode micro-batches, score the gathered embeddings, backpropagate through the micro-batches.
 
-The order for one global batch, of which this rank holds a rank batch of distinct inputs:
+One global batch, of which this rank holds a rank batch of distinct inputs, passes five stages:
 
-1. `_agree`    one collective: the number of inputs, rows and micro-batches of each rank; whether graphs are kept.
-               Features of frozen towers are then computed, or read from the cache; gradients do not reach them.
-2. `_forward`  every micro-batch to embeddings, without graphs if Gradient Cache is on.
-3. `_gather`   the embeddings of all ranks, and the indices by which the rows refer to them.
-4. the loss    this rank's part of L, and d L / d embeddings, which is summed over the ranks.
-5. `_backward` every micro-batch again (same random draws), surrogate <embedding, gradient>; the last synchronises.
+1. `agree`    one collective: the number of inputs, rows and micro-batches of each rank; whether graphs are kept.
+2. `encode`   every micro-batch to embeddings, without graphs if Gradient Cache is on. Features of frozen towers are
+              computed first, or read from the cache; gradients do not reach them.
+3. `gather`   the embeddings of all ranks, and the indices by which the rows refer to them.
+4. `score`    this rank's part of L, and d L / d embeddings, which is summed over the ranks.
+5. `backward` every micro-batch again (same random draws), surrogate <embedding, gradient>; the last synchronises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from vembed.data import microbatches
-from vembed.data.features import Featuriser
-from vembed.data.feeding import Feeder, MicroBatch, ModelInputs, row_index, to_device
+from vembed.data.feeding import MicroBatch, ModelInputs, row_index
+from vembed.data.microbatches import LockstepSplit
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
 from vembed.distributed.devices import matmul_precision
@@ -30,7 +29,8 @@ from vembed.distributed.session import Session
 from vembed.families.table import Modality
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.training.budget import Budget
-from vembed.training.frozen import CachedRows, FrozenImages, FrozenTowers, Stores
+from vembed.training.columns import Column, gather_columns
+from vembed.training.frozen import BatchInputs, InputSource
 from vembed.training.shortage import MemoryGuard, OutOfMemory
 from vembed.training.timing import PhaseTimer
 
@@ -40,15 +40,38 @@ class Agreement:
     """Facts about a global batch that all ranks share after one collective."""
 
     num_inputs: list[int]
+    """Per rank, as the two below."""
     num_rows: list[int]
     num_negatives: list[int]
     has_scores: bool
-    num_micro_batches: dict[Modality, int]
-    """Per modality, the maximum over the ranks."""
-    num_tower_micro_batches: dict[Modality, int]
-    """Per frozen modality, the maximum over the ranks of micro-batches not in the cache."""
     padded_tokens: int
     """The maximum over the ranks."""
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """One global batch on its way through the stages, as this rank sees it."""
+
+    rank_batch: RankBatch
+    number: int
+    """Number of the global batch in the run."""
+    is_last: bool
+    """Whether this is the last batch before the optimizer step, so its last micro-batch synchronises the ranks."""
+    inputs: BatchInputs
+    agreed: Agreement = field(init=False)
+    micro_batches: list[MicroBatch] = field(init=False)
+    """Equally many on every rank, of the same modalities."""
+    frozen_splits: dict[Modality, list[list[int]]] = field(init=False)
+    """Micro-batches for the frozen towers."""
+    keeps_graphs: bool = field(init=False)
+    outputs: list[list[Tensor]] = field(default_factory=list)
+    """Embeddings of each micro-batch with their graphs; empty with Gradient Cache."""
+    embeddings: Tensor = field(init=False)
+    """[n, D] embeddings of this rank's inputs, detached."""
+
+    def synchronises(self, micro_batch: int) -> bool:
+        """Return whether the backward pass of this micro-batch is the last before the optimizer step."""
+        return self.is_last and micro_batch == len(self.micro_batches) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +85,12 @@ class BatchResult:
     kept_graphs: bool
     embeddings: Tensor
     """This rank's embeddings, for diagnostics."""
+    is_finite: Tensor
+    """Bool: whether all of them are finite. On the device, so that nothing waits for it."""
+
+    def without_embeddings(self) -> BatchResult:
+        """Return the result without the memory of its embeddings."""
+        return replace(self, embeddings=self.embeddings.new_empty(0, self.embeddings.shape[1]))
 
 
 def seed_of(seed: int, batch: int, rank: int, micro_batch: int) -> int:
@@ -88,88 +117,184 @@ class ContrastiveStep:
         self,
         model: nn.Module,
         loss: EmbeddingLoss,
-        featuriser: Featuriser,
+        source: InputSource,
         session: Session,
         budget: Budget,
-        timer: PhaseTimer,
         guard: MemoryGuard,
         seed: int,
-        frozen_modalities: Sequence[Modality] = (),
-        stores: Stores | None = None,
-        image_bytes: int | None = None,
-        *,
-        packs_texts: bool = False,
     ) -> None:
-        """`frozen_modalities`: modalities whose towers are not trained. Each of their inputs passes its tower once per
-        step, or never if `stores` holds its features. `image_bytes`, `packs_texts`: see `EmbeddingModel`."""
+        """`budget` may be replaced between two batches, after a shortage of memory."""
         self.model = model
         self.loss = loss
-        self.featuriser = featuriser
+        self.source = source
         self.session = session
         self.budget = budget
-        self.timer = timer
         self.guard = guard
         self.seed = seed
-        self.feeder = Feeder(featuriser, session.device, packs_texts=packs_texts)
-        self.frozen = FrozenTowers(model, frozen_modalities, self.feeder, stores or {})
-        self.images = FrozenImages(model, session, image_bytes)
+        self.timer = PhaseTimer(session.device)
 
     def accumulate(
-        self, rank_batch: RankBatch, batch: int, *, weight: float, last: bool, scale: float = 1.0
+        self, rank_batch: RankBatch, number: int, *, weight: float, last: bool, scale: float = 1.0
     ) -> BatchResult:
-        """Add `weight` times the gradient of L of global batch number `batch` to the parameters' gradients.
+        """Add `weight` times the gradient of L of global batch `number` to the parameters' gradients. Collective.
 
-        `last`: this is the last batch before the optimizer step, so its last micro-batch synchronises the ranks.
-        `scale`: the factor of the float16 gradient scaler.
+        `last`: this is the last batch before the optimizer step. `scale`: the factor of the float16 gradient scaler.
         """
         with self.timer("data"):
-            cached = self.frozen.look_up(rank_batch.features)
+            batch = StepBatch(rank_batch, number, last, self.source.of(rank_batch.features))
         with self.timer("wait"):
-            agreed = self._agree(rank_batch, cached)
-        splits = self._split(
-            rank_batch,
-            {modality: of_modality(rank_batch, modality) for modality in self._modalities},
-            agreed.num_micro_batches,
+            self.agree(batch)
+        with self.timer("forward"), self._watching_memory():
+            self.encode(batch)
+        with self.timer("wait"):
+            loss_batch = self.gather(batch)
+        loss_share, gradient = self.score(loss_batch, batch, weight * scale)
+        with self.timer("backward"), self._watching_memory():
+            self.backward(batch, gradient)
+        feeder, num_forwards = self.source.feeder, len(batch.micro_batches)
+        return BatchResult(
+            loss_share=loss_share,
+            padded_tokens=sum(feeder.padded_tokens(one, rank_batch.features) for one in batch.micro_batches),
+            num_forwards=num_forwards if batch.keeps_graphs else 2 * num_forwards,
+            kept_graphs=batch.keeps_graphs,
+            embeddings=batch.embeddings,
+            is_finite=torch.isfinite(batch.embeddings).all(),
         )
-        micro_batches = order_micro_batches(splits, self.frozen.modalities)
-        keep = self.budget.keeps_graphs(agreed.padded_tokens, len(micro_batches), self.session)
-        with self.timer("forward"), self._watching_memory(), torch.set_grad_enabled(keep):
-            missing = {modality: one.missing for modality, one in cached.items()}
-            tables = self.frozen.features(
-                rank_batch.features, cached, self._split(rank_batch, missing, agreed.num_tower_micro_batches)
-            )
+
+    # ---- the stages --------------------------------------------------------------------------------------------
+
+    def agree(self, batch: StepBatch) -> None:
+        """Set the micro-batches, equally many on every rank, and whether their graphs are kept. One collective."""
+        rank_batch, budget = batch.rank_batch, self.budget
+        lengths = [feature.length for feature in rank_batch.features]
+        modalities = self.source.feeder.featuriser.description.modalities
+        places = {modality: of_modality(rank_batch, modality) for modality in modalities}
+        own = LockstepSplit(lengths, places, budget.micro_batch_tokens, budget.max_rows)
+        frozen = LockstepSplit(lengths, batch.inputs.missing, budget.micro_batch_tokens, budget.max_rows)
+        sizes = [len(lengths), len(rank_batch.query), len(rank_batch.negative), int(rank_batch.scores is not None)]
+        mine = [*sizes, own.padded_tokens, *own.counts, *frozen.counts]
+        # The model's forward passes are collective under FSDP, so their numbers are exchanged before the first of them.
+        table = collectives.all_gather_ints(mine)
+        inputs, rows, negatives, scored, padded, *counts = zip(*table, strict=True)
+        batch.agreed = Agreement(list(inputs), list(rows), list(negatives), all(scored), max(padded))
+        most = [max(column) for column in counts]
+        splits = own.agreed(most[: len(own.counts)])
+        batch.frozen_splits = frozen.agreed(most[len(own.counts) :])
+        batch.micro_batches = order_micro_batches(splits, self.source.towers.modalities)
+        # From numbers that are equal on all ranks: a rank without a second phase would leave the others waiting in it.
+        batch.keeps_graphs = budget.keeps_graphs(max(padded), len(batch.micro_batches), self.session)
+
+    def encode(self, batch: StepBatch) -> None:
+        """Set this rank's embeddings in the order of its inputs, and keep the graphs if so agreed. Collective."""
+        joined: Tensor | None = None
+        with torch.set_grad_enabled(batch.keeps_graphs):
+            # With kept graphs there is no second phase that could reuse image features.
+            keeps_images = not batch.keeps_graphs and self.source.images.keeps(batch.agreed.padded_tokens)
+            batch.inputs.encode_frozen(batch.frozen_splits, keeps_images=keeps_images)
             # FSDP2: units stay gathered from the first micro-batch to the last backward, instead of one all-gather per
             # micro-batch.
             self._keep_gathered(True)
-            # With kept graphs there is no second phase that could reuse image features.
-            keeps_images = not keep and self.images.keeps(agreed.padded_tokens)
-            outputs: list[list[Tensor]] = []
-            seen: list[list[Tensor]] = []
-            for number, inputs in enumerate(self._inputs(micro_batches, tables, rank_batch)):
-                is_last = last and number == len(micro_batches) - 1
-                # Set before the forward pass, as FSDP requires; `_backward` sets it again for each micro-batch.
-                set_gradient_sync(self.model, is_last or self.session.reduces_each_micro_batch)
-                if keeps_images:
-                    seen.append(self.images.encode(inputs))
-                outputs.append(self._forward(self.images.substitute(inputs, seen, number), batch, number))
-            own = self._join(micro_batches, outputs, len(rank_batch.features))
-        kept = outputs if keep else None
-        with self.timer("wait"):
-            loss_batch = self._gather(own, rank_batch, agreed)
+            for number, inputs in enumerate(batch.inputs.feed(batch.micro_batches)):
+                # Set before the forward pass, as FSDP requires; `backward` sets it again for each micro-batch.
+                self._synchronise_gradients(batch.synchronises(number))
+                outputs = self._forward(inputs, batch.number, number)
+                if joined is None:
+                    joined = outputs[0].new_zeros(len(batch.rank_batch.features), outputs[0].shape[1])
+                for (_, rows), output in zip(batch.micro_batches[number], outputs, strict=True):
+                    if rows:  # otherwise the output of a dummy, which was run only for its collectives
+                        joined[row_index(rows, joined.device)] = output.detach()
+                if batch.keeps_graphs:
+                    batch.outputs.append(outputs)
+        assert joined is not None, "a global batch has at least one input, so every rank runs at least one micro-batch"
+        batch.embeddings = joined
+
+    def gather(self, batch: StepBatch) -> LossBatch:
+        """Gather the embeddings of all ranks as one leaf, and the rows of all ranks with indices into it. Collective.
+
+        A further column of the rows, the inputs or the negatives is one more line here and one more field of LossBatch.
+        """
+        rank_batch, agreed, rank = batch.rank_batch, batch.agreed, self.session.rank
+        # A new leaf: the gather itself is not differentiated; `reduce_scatter_rows` does its backward by hand.
+        embeddings = collectives.all_gather_rows(batch.embeddings, agreed.num_inputs).requires_grad_()
+        # Row indices are local; behind the gather, rank r's inputs begin after those of ranks 0 to r - 1.
+        offset = sum(agreed.num_inputs[:rank])
+        content = torch.tensor([feature.content for feature in rank_batch.features], dtype=torch.int64)
+        columns = {
+            "content": Column(content, agreed.num_inputs),
+            "query": Column(torch.from_numpy(rank_batch.query) + offset, agreed.num_rows),
+            "positive": Column(torch.from_numpy(rank_batch.positive) + offset, agreed.num_rows),
+            "example": Column(torch.from_numpy(rank_batch.example), agreed.num_rows),
+            "negative": Column(torch.from_numpy(rank_batch.negative) + offset, agreed.num_negatives),
+            "negative_example": Column(torch.from_numpy(rank_batch.negative_example), agreed.num_negatives),
+        }
+        if agreed.has_scores and rank_batch.scores is not None:
+            columns["scores"] = Column(torch.from_numpy(rank_batch.scores), agreed.num_rows)
+        found = gather_columns(columns, self.session.device)
+        return LossBatch(
+            embeddings=embeddings,
+            content=found["content"],
+            query=found["query"],
+            positive=found["positive"],
+            example=found["example"],
+            negative=found["negative"],
+            negative_example=found["negative_example"],
+            scores=found["scores"].to(embeddings.dtype) if "scores" in found else None,
+            own_rows=part_of(rank, agreed.num_rows),
+            own_negatives=part_of(rank, agreed.num_negatives),
+            world_size=self.session.world_size,
+        )
+
+    def score(self, loss_batch: LossBatch, batch: StepBatch, weight: float) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of L, and the gradient of `weight` * L for its own embeddings. Collective."""
         with self.timer("loss"), torch.enable_grad(), matmul_precision("highest"):
             loss_share = self.loss(loss_batch)
             # The loss runs in float32. Its gradient carries the float16 scale into the backward of each micro-batch.
-            (loss_share * (weight * scale)).backward()
+            (loss_share * weight).backward()
         with self.timer("wait"):
             # Every rank's loss depends on all embeddings. Summed over the ranks, each rank gets the rows of its own
             # inputs.
-            gradient = collectives.reduce_scatter_rows(gradient_of(loss_batch.embeddings), agreed.num_inputs)
-        with self.timer("backward"), self._watching_memory():
-            # FSDP and the flat all-reduce average over the ranks, but L is a sum over them.
-            gradient = gradient * self.session.world_size
-            self._backward(micro_batches, kept, tables, seen, gradient, rank_batch, batch, last)
-        padded = sum(self.feeder.padded_tokens(micro_batch, rank_batch.features) for micro_batch in micro_batches)
-        return BatchResult(loss_share.detach(), padded, len(micro_batches) * (1 if keep else 2), keep, own)
+            gradient = collectives.reduce_scatter_rows(gradient_of(loss_batch.embeddings), batch.agreed.num_inputs)
+        # FSDP and the flat all-reduce average over the ranks, but L is a sum over them.
+        return loss_share.detach(), gradient * self.session.world_size
+
+    def backward(self, batch: StepBatch, gradient: Tensor) -> None:
+        """Backpropagate `gradient` [n, D] through every micro-batch, run again without kept graphs. Collective."""
+        feed = None if batch.keeps_graphs else batch.inputs.feed(batch.micro_batches)
+        for number, micro_batch in enumerate(batch.micro_batches):
+            self._synchronise_gradients(batch.synchronises(number))
+            # From the last backward on, the units reshard again.
+            self._keep_gathered(not batch.synchronises(number))
+            if feed is None:
+                # Dropping the reference frees each graph as soon as its backward is done.
+                outputs, batch.outputs[number] = batch.outputs[number], []
+            else:
+                # The seed is a function of the number, so this replay draws the dropout masks of `encode`.
+                outputs = self._forward(next(feed), batch.number, number)
+            pairs = [
+                # A dummy gets a zero gradient: it adds nothing, but its backward takes part in the ranks' collectives.
+                (output, gradient[row_index(rows, gradient.device)] if rows else torch.zeros_like(output))
+                for (_, rows), output in zip(micro_batch, outputs, strict=True)
+                if output.requires_grad
+            ]
+            if pairs:
+                torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        if batch.is_last and self.session.keeps_gathered:
+            reshard(self.model)
+
+    # ---- parts of the stages -----------------------------------------------------------------------------------
+
+    def _forward(self, inputs: ModelInputs, batch: int, micro_batch: int) -> list[Tensor]:
+        torch.manual_seed(seed_of(self.seed, batch, self.session.rank, micro_batch))
+        outputs: list[Tensor] = self.model(inputs)
+        return outputs
+
+    def _synchronise_gradients(self, is_last: bool) -> None:
+        """Let FSDP reduce gradients in this backward pass. Other micro-batches only add to the local gradient."""
+        set_gradient_sync(self.model, is_last or self.session.reduces_each_micro_batch)
+
+    def _keep_gathered(self, on: bool) -> None:
+        if self.session.fsdp is not None and self.session.keeps_gathered:
+            set_keep_gathered(self.model, on, self.session.fsdp.reshard_after_forward)
 
     @contextmanager
     def _watching_memory(self) -> Iterator[None]:
@@ -183,169 +308,16 @@ class ContrastiveStep:
         if failed:
             raise OutOfMemory
 
-    @property
-    def _modalities(self) -> tuple[Modality, ...]:
-        return self.featuriser.description.modalities
-
-    def _agree(self, rank_batch: RankBatch, cached: Mapping[Modality, CachedRows]) -> Agreement:
-        counts: list[int] = []
-        padded = 0
-        for modality in self._modalities:
-            lengths = [rank_batch.features[place].length for place in of_modality(rank_batch, modality)]
-            split = microbatches.split(lengths, self.budget.micro_batch_tokens, self.budget.max_rows)
-            counts.append(len(split))
-            padded += microbatches.padded_tokens(lengths, split)
-        for one in cached.values():
-            lengths = [rank_batch.features[place].length for place in one.missing]
-            counts.append(len(microbatches.split(lengths, self.budget.micro_batch_tokens, self.budget.max_rows)))
-        mine = [
-            len(rank_batch.features),
-            len(rank_batch.query),
-            len(rank_batch.negative),
-            int(rank_batch.scores is not None),
-            padded,
-        ]
-        # Ranks must run equally many micro-batches per modality (collectives inside the model), so the counts are
-        # exchanged first.
-        table = collectives.all_gather_ints([*mine, *counts])
-        largest = [max(column) for column in zip(*(row[len(mine) :] for row in table), strict=True)]
-        return Agreement(
-            num_inputs=[row[0] for row in table],
-            num_rows=[row[1] for row in table],
-            num_negatives=[row[2] for row in table],
-            has_scores=all(row[3] for row in table),
-            padded_tokens=max(row[4] for row in table),
-            num_micro_batches=dict(zip(self._modalities, largest, strict=False)),
-            num_tower_micro_batches=dict(zip(cached, largest[len(self._modalities) :], strict=True)),
-        )
-
-    def _split(
-        self, rank_batch: RankBatch, places_of: Mapping[Modality, list[int]], counts: Mapping[Modality, int]
-    ) -> dict[Modality, list[list[int]]]:
-        """Return micro-batches of some inputs of each modality, exactly as many as agreed."""
-        splits: dict[Modality, list[list[int]]] = {}
-        for modality, places in places_of.items():
-            lengths = [rank_batch.features[place].length for place in places]
-            split = microbatches.split(
-                lengths, self.budget.micro_batch_tokens, self.budget.max_rows, at_least=counts[modality]
-            )
-            if split:
-                splits[modality] = [[places[row] for row in rows] for rows in split]
-        return splits
-
-    def _inputs(
-        self, micro_batches: Sequence[MicroBatch], tables: Mapping[Modality, Tensor], rank_batch: RankBatch
-    ) -> Iterator[ModelInputs]:
-        """Yield the model's input for each forward pass, with features in place of frozen towers' inputs."""
-        moving = [
-            [part for part in micro_batch if part[0] not in self.frozen.modalities] for micro_batch in micro_batches
-        ]
-        for micro_batch, inputs in zip(micro_batches, self.feeder.feed(moving, rank_batch.features), strict=True):
-            yield [
-                *inputs,
-                *(self.frozen.inputs(part, tables) for part in micro_batch if part[0] in self.frozen.modalities),
-            ]
-
-    def _forward(self, inputs: ModelInputs, batch: int, micro_batch: int) -> list[Tensor]:
-        torch.manual_seed(seed_of(self.seed, batch, self.session.rank, micro_batch))
-        outputs: list[Tensor] = self.model(inputs)
-        return outputs
-
-    def _join(self, micro_batches: Sequence[MicroBatch], outputs: Sequence[list[Tensor]], num_inputs: int) -> Tensor:
-        """Return the rank batch's embeddings in the order of its inputs. Outputs of dummies are dropped."""
-        first = outputs[0][0]
-        joined = torch.zeros(num_inputs, first.shape[1], dtype=first.dtype, device=first.device)
-        for micro_batch, embeddings in zip(micro_batches, outputs, strict=True):
-            for (_, rows), embedding in zip(micro_batch, embeddings, strict=True):
-                if rows:
-                    joined[row_index(rows, first.device)] = embedding.detach()
-        return joined
-
-    def _gather(self, own: Tensor, rank_batch: RankBatch, agreed: Agreement) -> LossBatch:
-        """Gather the embeddings of all ranks as one leaf, and the rows of all ranks with indices into it."""
-        session = self.session
-        # A new leaf: the gather itself is not differentiated; `reduce_scatter_rows` does its backward by hand.
-        embeddings = collectives.all_gather_rows(own, agreed.num_inputs).requires_grad_()
-        # Row indices are local; behind the gather, rank r's inputs begin after those of ranks 0 to r - 1.
-        offset = sum(agreed.num_inputs[: session.rank])
-        columns = [
-            torch.tensor([feature.content for feature in rank_batch.features], dtype=torch.int64),
-            torch.from_numpy(rank_batch.query) + offset,
-            torch.from_numpy(rank_batch.positive) + offset,
-            torch.from_numpy(rank_batch.example),
-            torch.from_numpy(rank_batch.negative) + offset,
-            torch.from_numpy(rank_batch.negative_example),
-        ]
-        sizes = [agreed.num_inputs, *[agreed.num_rows] * 3, *[agreed.num_negatives] * 2]
-        if agreed.has_scores and rank_batch.scores is not None:
-            # Reinterpreted bits, not a conversion: all columns travel in one int64 collective.
-            columns.append(torch.from_numpy(rank_batch.scores).view(torch.int64))
-            sizes.append(agreed.num_rows)
-        per_rank = [sum(size[rank] for size in sizes) for rank in range(session.world_size)]
-        flat = collectives.all_gather_rows(to_device(torch.cat(columns), session.device), per_rank)
-        pieces = [
-            torch.split(chunk, [size[rank] for size in sizes]) for rank, chunk in enumerate(torch.split(flat, per_rank))
-        ]
-        content, query, positive, example, negative, negative_example, *scores = [
-            torch.cat([piece[column] for piece in pieces]) for column in range(len(columns))
-        ]
-        first_row, first_negative = sum(agreed.num_rows[: session.rank]), sum(agreed.num_negatives[: session.rank])
-        return LossBatch(
-            embeddings=embeddings,
-            content=content,
-            query=query,
-            positive=positive,
-            example=example,
-            negative=negative,
-            negative_example=negative_example,
-            scores=scores[0].view(torch.float64).to(embeddings.dtype) if scores else None,
-            own_rows=slice(first_row, first_row + agreed.num_rows[session.rank]),
-            own_negatives=slice(first_negative, first_negative + agreed.num_negatives[session.rank]),
-            world_size=session.world_size,
-        )
-
-    def _backward(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        kept: list[list[Tensor]] | None,
-        tables: Mapping[Modality, Tensor],
-        seen: list[list[Tensor]],
-        gradient: Tensor,
-        rank_batch: RankBatch,
-        batch: int,
-        last: bool,
-    ) -> None:
-        feed = self._inputs(micro_batches, tables, rank_batch) if kept is None else None
-        for number, micro_batch in enumerate(micro_batches):
-            is_last = last and number == len(micro_batches) - 1
-            set_gradient_sync(self.model, is_last or self.session.reduces_each_micro_batch)
-            # From the last backward on, the units reshard again.
-            self._keep_gathered(not is_last)
-            if kept is not None:
-                # Dropping the reference frees each graph as soon as its backward is done.
-                outputs, kept[number] = kept[number], []
-            else:
-                assert feed is not None
-                outputs = self._forward(self.images.substitute(next(feed), seen, number), batch, number)
-            pairs = [
-                # A dummy gets a zero gradient: it adds nothing, but its backward takes part in the ranks' collectives.
-                (output, gradient[row_index(rows, gradient.device)] if rows else torch.zeros_like(output))
-                for (_, rows), output in zip(micro_batch, outputs, strict=True)
-                if output.requires_grad
-            ]
-            if pairs:
-                torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-        if last and self.session.keeps_gathered:
-            reshard(self.model)
-
-    def _keep_gathered(self, on: bool) -> None:
-        if self.session.fsdp is not None and self.session.keeps_gathered:
-            set_keep_gathered(self.model, on, self.session.fsdp.reshard_after_forward)
-
 
 def of_modality(rank_batch: RankBatch, modality: Modality) -> list[int]:
     """Return the positions of a modality's inputs in a rank batch."""
     return [place for place, feature in enumerate(rank_batch.features) if feature.modality == modality]
+
+
+def part_of(rank: int, counts: list[int]) -> slice:
+    """Return a rank's part of a column that the ranks have gathered."""
+    first = sum(counts[:rank])
+    return slice(first, first + counts[rank])
 
 
 def gradient_of(leaf: Tensor) -> Tensor:

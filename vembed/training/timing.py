@@ -1,19 +1,13 @@
-"""PhaseTimer and Profile: time per phase of a step on each rank, without synchronising the device."""
+"""PhaseTimer: time per phase of a step on each rank, without synchronising the device. RunClock: time of the run."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-
-from vembed.config.schema import TrainConfig
-
-log = logging.getLogger("vembed")
 
 PHASES = ("data", "forward", "loss", "backward", "optimizer", "wait")
 """Phases of a step. `wait` is the time in collectives, including the wait for other ranks."""
@@ -57,31 +51,28 @@ class PhaseTimer:
         return taken
 
 
-class Profile:
-    """Profiler that writes the chosen steps of each rank to trace-rank<r>.json, for Perfetto and chrome://tracing."""
+class RunClock:
+    """Time of a run: all of it, and what is left."""
 
-    def __init__(self, config: TrainConfig, rank: int, total_steps: int) -> None:
-        self.range: tuple[int, int] | None = None
-        if config.profile_steps is not None:
-            first, last = config.profile_steps
-            self.range = first, min(last, total_steps)
-            if first > total_steps:
-                log.warning("profile_steps: %s is after the run's last step, %d", config.profile_steps, total_steps)
-        self.path = Path(config.output_dir) / f"trace-rank{rank}.json"
-        self.profiler: torch.profiler.profile | None = None
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self._earlier = 0.0
+        self._loop_began = self.began
+        self._first_step = 0
 
-    def before(self, step: int) -> None:
-        """Start recording before the first chosen step (steps count from 1), or before the first one left in a
-        resumed run."""
-        if self.range and self.profiler is None and self.range[0] <= step <= self.range[1]:
-            self.range = step, self.range[1]
-            self.profiler = torch.profiler.profile(record_shapes=True, with_stack=True)
-            self.profiler.start()
+    def resume(self, seconds: float) -> None:
+        """Count the seconds that earlier parts of the run took."""
+        self._earlier = seconds
 
-    def after(self, step: int) -> None:
-        """Stop after the last chosen step and write the trace."""
-        if self.range and self.profiler is not None and step == self.range[1]:
-            self.profiler.stop()
-            self.profiler.export_chrome_trace(str(self.path))
-            self.profiler = None
-            log.info("profile: steps %d to %d are in %s", *self.range, self.path)
+    def start_loop(self, step: int) -> None:
+        """Begin the loop after `step` steps."""
+        self._loop_began, self._first_step = time.perf_counter(), step
+
+    def seconds(self) -> float:
+        """Return the seconds since the start of this process, and those of earlier parts of the run."""
+        return self._earlier + time.perf_counter() - self.began
+
+    def left(self, step: int, total_steps: int) -> float:
+        """Return the seconds that the steps after `step` will take at the mean rate of this loop."""
+        rate = (time.perf_counter() - self._loop_began) / (step - self._first_step)
+        return rate * (total_steps - step)

@@ -13,6 +13,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
 from vembed.errors import RunError
+from vembed.training.hooks import Hook, StepReport
 from vembed.training.update import Outcome
 
 log = logging.getLogger("vembed")
@@ -25,7 +26,7 @@ STILL_RANGE = 0.001
 MAX_NAMED = 5
 
 
-class Watch:
+class Watch(Hook):
     """Checks of each step's figures. Each warning is given once."""
 
     def __init__(self, config: TrainConfig) -> None:
@@ -61,8 +62,14 @@ class Watch:
         log.warning("%s; step skipped (on_nonfinite: skip)", what)
         return False
 
-    def figures(self, step: int, loss: float, embeddings: Tensor) -> dict[str, float]:
-        """Return the mean cosine between this rank's inputs, and log warnings. Called with every log line."""
+    def on_step(self, report: StepReport) -> None:
+        """Stop the run at a non-finite step, or log it."""
+        parts = [(rank_batch, result.is_finite) for rank_batch, result in report.batches]
+        self.finite(report.step, report.outcome, parts)
+
+    def figures(self, report: StepReport) -> dict[str, float]:
+        """Return the mean cosine between this rank's inputs, and log warnings."""
+        step, loss, embeddings = report.step, report.outcome.loss, report.embeddings
         self.num_seen += 1
         self.lowest, self.highest = min(self.lowest, loss), max(self.highest, loss)
         cosine = mean_cosine(embeddings)

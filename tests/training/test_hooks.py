@@ -1,0 +1,166 @@
+"""Hooks: additions to the loop by their interface alone; their state and tensors travel in checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.harness import run_ranks
+from tests.training.test_run import metrics, settings
+from vembed.training.hooks import Evaluation, Hook, Hooks, Run, StepReport
+from vembed.training.run import train
+
+
+class Average(Hook):
+    """A moving average of the weights, as a user would write it."""
+
+    name = "average"
+
+    def on_build(self, run: Run) -> None:
+        self.live = [one for one in run.parts.model.parameters() if one.requires_grad]
+        self.averaged = [one.detach().clone() for one in self.live]
+        self.num_steps = 0
+        self.started_at = -1
+        self.swaps = 0
+
+    def on_start(self, run: Run) -> None:
+        self.started_at = run.state.step
+
+    @torch.no_grad()
+    def on_step(self, report: StepReport) -> None:
+        self.num_steps += 1
+        for mean, live in zip(self.averaged, self.live, strict=True):
+            mean.lerp_(live.detach(), 0.5)
+
+    def figures(self, report: StepReport) -> Mapping[str, Any]:
+        return {"averaged_steps": self.num_steps}
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        self.swaps += 1
+        kept = [one.detach().clone() for one in self.live]
+        with torch.no_grad():
+            for live, mean in zip(self.live, self.averaged, strict=True):
+                live.copy_(mean)
+        yield
+        with torch.no_grad():
+            for live, own in zip(self.live, kept, strict=True):
+                live.copy_(own)
+
+    def state(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.num_steps = state["num_steps"]
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {str(number): mean for number, mean in enumerate(self.averaged)}
+
+
+class Notes(Hook):
+    """All calls, and an end after a step or an evaluation."""
+
+    def __init__(self, *, end_after: int = 0, end_at_evaluation: int = -1) -> None:
+        self.calls: list[Any] = []
+        self.end_after = end_after
+        self.end_at_evaluation = end_at_evaluation
+
+    def on_build(self, run: Run) -> None:
+        self.calls.append("build")
+
+    def on_start(self, run: Run) -> None:
+        self.calls.append("start")
+
+    def on_epoch(self, epoch: int) -> None:
+        self.calls.append(("epoch", epoch))
+
+    def before_step(self, step: int) -> None:
+        self.calls.append(("before", step))
+
+    def on_step(self, report: StepReport) -> str | None:
+        self.calls.append(("step", report.step))
+        return "enough" if report.step == self.end_after else None
+
+    def on_evaluation(self, evaluation: Evaluation) -> str | None:
+        self.calls.append(("evaluation", evaluation.step))
+        return "too low" if evaluation.step == self.end_at_evaluation else None
+
+    def on_finish(self, run: Run) -> None:
+        self.calls.append("finish")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_order_of_the_calls(tmp_path: Path) -> None:
+    notes = Notes()
+    # 96 examples in batches of 40: two batches per epoch, three per step.
+    options = settings(tmp_path, batch_size=40, gradient_accumulation_steps=3, max_steps=3, eval_steps=2)
+    train(options, hooks=[notes])
+    assert notes.calls == [
+        "build", "start", ("evaluation", 0),
+        ("epoch", 0), ("before", 1), ("step", 1),
+        ("epoch", 1), ("before", 2), ("step", 2), ("evaluation", 2),
+        ("epoch", 3), ("before", 3), ("step", 3), ("evaluation", 3),
+        "finish", "close",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [{"end_after": 2}, {"end_at_evaluation": 2}])
+def test_a_hook_ends_the_run_well(how: dict[str, int], tmp_path: Path) -> None:
+    result = train(settings(tmp_path, eval_steps=2), hooks=[Notes(**how)])
+    assert result.steps == 2 and len(metrics(result.output_dir)) == 2
+    assert (result.model_dir / "model.safetensors").is_file() and (result.output_dir / "report.html").is_file()
+    said = (result.output_dir / "training_log.txt").read_text()
+    assert "Notes ends the run: enough" in said or "Notes ends the run: too low" in said
+
+
+def test_hooks_are_closed_after_an_error(tmp_path: Path) -> None:
+    class Broken(Hook):
+        def before_step(self, step: int) -> None:
+            raise ValueError("broken")
+
+    notes = Notes()
+    with pytest.raises(ValueError, match="broken"):
+        train(settings(tmp_path, val_data_path=None), hooks=[notes, Broken()])
+    assert notes.calls[-1] == "close" and "finish" not in notes.calls
+
+
+def test_two_hooks_of_one_name_are_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="same name"):
+        Hooks([Average(), Average()])
+
+
+def averaged_run(options: dict[str, Any], end_after: int) -> tuple[list[Tensor], int, int]:
+    """Called on every rank: this rank's shards of the averages, the steps they count, where it began. Only rank 0 asks
+    for the end."""
+    average = Average()
+    train(options, hooks=[average, Notes(end_after=end_after if os.environ["RANK"] == "0" else 0)])
+    shards = [mean.to_local() if isinstance(mean, DTensor) else mean for mean in average.averaged]
+    return [shard.clone() for shard in shards], average.num_steps, average.started_at
+
+
+def test_state_and_tensors_of_hooks_are_resumed_under_fsdp(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    common = {"use_fsdp": True, "batch_size": 8, "eval_steps": 2, "save_steps": 2, "eval_before": False}
+    whole = settings(tmp_path / "whole", **common)
+    parts = settings(tmp_path, **common)
+    expected = run_ranks(averaged_run, 2, whole, 0, process_group=False)
+    first = run_ranks(averaged_run, 2, parts, 4, process_group=False)
+    second = run_ranks(averaged_run, 2, {**parts, "resume": True}, 0, process_group=False)
+    for rank in range(2):
+        assert first[rank][1:] == (4, 0) and second[rank][1:] == (6, 4) and expected[rank][1:] == (6, 0)
+        for found, wanted in zip(second[rank][0], expected[rank][0], strict=True):
+            assert torch.equal(found, wanted)
+    assert metrics(parts["output_dir"]) == metrics(whole["output_dir"])
+    assert metrics(parts["output_dir"], "averaged_steps") == [1, 2, 3, 4, 5, 6]
+    # final/ and the scores are of the averages, the checkpoints of the trained weights.
+    assert metrics(parts["output_dir"], "eval") == metrics(whole["output_dir"], "eval")

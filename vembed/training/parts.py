@@ -1,0 +1,57 @@
+"""RunData and RunModel: the data and the model of a run, each with all that is made once at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from vembed.data.batches import BatchSchedule
+from vembed.data.features import Featuriser
+from vembed.data.sources import ExampleStore
+from vembed.evaluation.dataset import EvalData
+from vembed.losses.batch import EmbeddingLoss
+from vembed.models.embedding_model import EmbeddingModel
+from vembed.training.frozen import InputSource
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """Examples, evaluation data and the order of the batches."""
+
+    examples: ExampleStore
+    evaluation: EvalData | None
+    batch_schedule: BatchSchedule
+    batches_per_step: int
+    """Global batches of an optimizer step: gradient_accumulation_steps."""
+    total_steps: int
+    """Optimizer steps of the whole run."""
+
+    @property
+    def examples_per_step(self) -> int:
+        """Examples of all global batches of an optimizer step."""
+        return self.batch_schedule.global_batch_size * self.batches_per_step
+
+    def epoch_at(self, step: int) -> float:
+        """Return the number of epochs, with a fraction, that are done after `step` optimizer steps."""
+        return step * self.batches_per_step / self.batch_schedule.steps_per_epoch
+
+
+@dataclass(frozen=True, slots=True)
+class RunModel:
+    """Model, loss and optimizer."""
+
+    embedder: EmbeddingModel
+    """The model as it was built: description and layout of the files. Its parameters may be shards by now."""
+    model: nn.Module
+    """The model as it is called: replicated or sharded."""
+    loss: EmbeddingLoss
+    optimizer: torch.optim.Optimizer
+    featuriser: Featuriser
+    source: InputSource
+
+    def clear_gradients(self) -> None:
+        """Drop all gradients."""
+        for module in (self.model, self.loss):
+            module.zero_grad(set_to_none=True)

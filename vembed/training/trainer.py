@@ -1,0 +1,314 @@
+"""Trainer: one training run on one process of the group. Its loop is `fit`; read this file first.
+
+The state between two steps is `LoopState` and the state of model, loss and optimizer; a checkpoint holds exactly that.
+Data order, dropout and learning rate are pure functions of the step. What watches the loop or adds to it is a `Hook`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vembed.config.loading import save_config
+from vembed.config.schema import TrainConfig
+from vembed.data.rank_batch import RankBatch
+from vembed.distributed.memory import fsdp_print_memory_usage
+from vembed.distributed.parameters import log_parameter_summary
+from vembed.distributed.session import Session
+from vembed.errors import Stopped
+from vembed.evaluation.scores import deciding_metric, evaluate_model
+from vembed.progress import duration
+from vembed.report.record import scores_line
+from vembed.training.budget import find_budget
+from vembed.training.checkpoint import Checkpointer
+from vembed.training.diagnostics import Diagnostics, log_line
+from vembed.training.finish import save_final
+from vembed.training.frozen import log_use
+from vembed.training.hooks import Evaluation, Hook, Hooks, StepReport
+from vembed.training.interrupts import EvaluationStopped, Interrupts
+from vembed.training.logs import Metrics, ProgressBar
+from vembed.training.loop_state import LoopState
+from vembed.training.profiling import Profile
+from vembed.training.schedule import Schedule
+from vembed.training.setup import build_parts, learned, log_cut_texts, open_data, open_stream
+from vembed.training.shortage import MemoryGuard, OutOfMemory
+from vembed.training.step import ContrastiveStep
+from vembed.training.timing import RunClock
+from vembed.training.update import Update, synchronise
+from vembed.training.watch import Watch
+from vembed.training.whole_model import whole_model_writer
+
+log = logging.getLogger("vembed")
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Result of a finished run."""
+
+    model_dir: Path
+    output_dir: Path
+    metrics: dict[str, float]
+    """Scores of the saved model. Those before training have the prefix "before/"."""
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Process group, checkpoints, signals and console of a run."""
+
+    session: Session
+    checkpointer: Checkpointer
+    interrupts: Interrupts
+    console: Console
+
+
+class Trainer:
+    """One training run. Every process makes one with the same config and calls `run`."""
+
+    def __init__(self, config: TrainConfig, runtime: Runtime, hooks: Sequence[Hook] = ()) -> None:
+        """Read the data, build the model and restore the checkpoint to resume from, if there is one. Collective."""
+        self.clock = RunClock()
+        self.config = config
+        self.session = session = runtime.session
+        self.checkpointer, self.interrupts = runtime.checkpointer, runtime.interrupts
+        resume_from = self.checkpointer.find()  # also refuses a folder that is not writable or holds another run
+        if session.is_main:
+            save_config(config, Path(config.output_dir) / "config.yaml")
+        self.data = open_data(config, session)
+        # Before the model is built, which may take minutes.
+        identity = {"data": self.data.examples.fingerprint, "global_batch_size": self.data.examples_per_step}
+        self.checkpointer.check(resume_from, identity)
+        self.parts = parts = build_parts(config, self.data.examples, session)
+        self.schedule = Schedule(config, self.data.total_steps, self.data.examples_per_step)
+        log_parameter_summary(parts.model)
+        own = [
+            ProgressBar(runtime.console),
+            Profile(config, session.rank, self.data.total_steps),
+            Diagnostics(),
+            Watch(config),
+            Metrics(config),
+        ]
+        self.hooks = Hooks([*own, *hooks])
+        self.hooks.on_build(self)
+        self.state = self._restored(resume_from)
+        self.whole_model = whole_model_writer(config, session, parts.embedder, parts.model, parts.loss)
+        self.stream = open_stream(config, self.data, parts.featuriser, session)
+        sample = self.stream.sample()
+        log_cut_texts(sample, parts.featuriser.description)
+        self.guard = MemoryGuard(session)
+        budget = find_budget(config, parts.model, parts.featuriser, session, sample)
+        self.step = ContrastiveStep(parts.model, parts.loss, parts.source, session, budget, self.guard, config.seed)
+        self.update = Update(parts.model, parts.loss, parts.optimizer, session, config, self.state.scale)
+
+    def run(self) -> TrainResult:
+        """Train, save and report. Collective."""
+        with closing(self.hooks):
+            self.start()
+            self.fit()
+            return self.finish()
+
+    def start(self) -> None:
+        """Start the hooks and evaluate the weights before the first step."""
+        state, config, total_steps = self.state, self.config, self.data.total_steps
+        self.restart_stream()
+        self.hooks.on_start(self)
+        if config.eval_before and state.step == 0:
+            self.evaluate()
+            state.before = state.scores
+        if state.step and _is_due(state.step, config.eval_steps):
+            self.evaluate()  # only if the run was stopped during this evaluation
+        fsdp_print_memory_usage("before the first step")
+        if state.step >= total_steps:
+            done, asked = f"{state.step:,d}", f"{total_steps:,d}"
+            log.info("nothing is left to train: step %s is done, and epochs or max_steps ask for %s", done, asked)
+        took = duration(self.clock.seconds() - state.seconds)
+        log.info("set-up took %s; training %s steps", took, f"{total_steps:,d}")
+        self.clock.start_loop(state.step)
+
+    def fit(self) -> None:
+        """Train to the last step, or until a hook or the time limit ends the run. The loop."""
+        state, config, data = self.state, self.config, self.data
+        group: list[RankBatch] = []
+        while state.step < data.total_steps and not self.interrupts.ends_early:
+            if not group:  # otherwise the step is replayed after it ran out of memory
+                self.hooks.before_step(state.step + 1, self._new_epoch())
+                with self.step.timer("data"):
+                    group = [next(self.batches) for _ in range(data.batches_per_step)]
+            report = StepReport(state.step + 1, data.epoch_at(state.step + 1))
+            try:
+                for part, rank_batch in enumerate(group):
+                    number, is_last = state.step * data.batches_per_step + part, part == data.batches_per_step - 1
+                    # Gradients add up over the parts, so each counts by its weight: L is the mean over the parts.
+                    result = self.step.accumulate(
+                        rank_batch, number, weight=1 / data.batches_per_step, last=is_last, scale=state.scale.value
+                    )
+                    report.add(rank_batch, result)
+            except OutOfMemory:
+                self._shrink_budget()
+                continue
+            self._update_weights(report)
+            group = []
+            if self.hooks.on_step(report):
+                self.interrupts.request_end()
+            # The ranks agree once per step, so that all stop at the same one.
+            stops = self.interrupts.agree(self.checkpointer.save_seconds)
+            ends = stops or self.interrupts.ends_early or state.step == data.total_steps
+            if ends or state.step == 1 or _is_due(state.step, config.logging_steps):
+                self.log(report)
+            if _is_due(state.step, config.eval_steps):
+                self.evaluate()
+            if stops:
+                raise self.stopped()
+            # After the evaluation, so that the checkpoint holds its scores.
+            if _is_due(state.step, config.save_steps):
+                self.save()
+        self.evaluate()
+
+    def log(self, report: StepReport) -> None:
+        """Log a step. Collective: the figures are those of all ranks."""
+        outcome = report.outcome
+        values: dict[str, Any] = {
+            "step": report.step,
+            "epoch": report.epoch,
+            "loss": outcome.loss,
+            "learning_rate": report.learning_rate,
+            "grad_norm": outcome.grad_norm,
+            **learned(self.parts.loss),
+            **self.hooks.figures(report),
+        }
+        self.hooks.on_log(values)
+        total_steps = self.data.total_steps
+        log.info(log_line(values, total_steps, self.clock.left(report.step, total_steps)))
+
+    def evaluate(self) -> None:
+        """Score the current weights, unless this step is scored already, and update the best score. Collective."""
+        state, config, data = self.state, self.config, self.data.evaluation
+        if data is None or state.scored_step == state.step:
+            return
+        began = self.clock.seconds()
+        towers = self.parts.source.towers
+        try:
+            with self.hooks.evaluation_weights():
+                scores = evaluate_model(
+                    self.parts.model,
+                    self.parts.featuriser,
+                    data,
+                    config,
+                    self.session,
+                    say=log.info,
+                    between=self.interrupts.check,
+                    kept=towers if towers.stores else None,
+                )
+        except EvaluationStopped:
+            raise self.stopped() from None
+        state.scores, state.scored_step = scores, state.step
+        metric = deciding_metric(config, data, scores)
+        when = f"after step {state.step:,d}" if state.step else "before training"
+        took = duration(self.clock.seconds() - began)
+        log.info("%s; took %s", scores_line(when, scores, state.before, metric), took)
+        # The best step must be recoverable: it has a checkpoint, or it is the last one.
+        is_kept = config.save_steps is None or state.step % config.save_steps == 0 or self._is_last()
+        is_best = state.step > 0 and is_kept and (state.best is None or scores[metric] > state.best)
+        if is_best:
+            state.best, state.best_step, state.best_scores = scores[metric], state.step, scores
+        evaluation = Evaluation(state.step, self.data.epoch_at(state.step), scores, metric, is_best)
+        if self.hooks.on_evaluation(evaluation):
+            self.interrupts.request_end()
+        self.interrupts.agree_to_end()
+
+    def save(self) -> None:
+        """Write a checkpoint of the current step, unless there is one. Collective."""
+        self.state.hooks = self.hooks.states()
+        parts = self.parts
+        self.checkpointer.save(
+            asdict(self.state), parts.model, parts.loss, parts.optimizer, self.whole_model, self.hooks.tensors()
+        )
+
+    def stopped(self) -> Stopped:
+        """Save the state of the run; return the exception to raise. Collective."""
+        self.save()
+        self.checkpointer.wait()
+        step = self.state.step
+        is_saved = self.checkpointer.has_saved(step)
+        return self.interrupts.stopped(step, self.checkpointer.path_of(step) if is_saved else None)
+
+    def finish(self) -> TrainResult:
+        """Write final/ and the report. Collective."""
+        state, config, parts = self.state, self.config, self.parts
+        self.hooks.on_finish(self)
+        self.interrupts.training_is_over()
+        log_use(parts.source.towers.stores)
+        self.checkpointer.wait()
+        best = self.checkpointer.path_of(state.best_step or 0)
+        wants_best = config.load_best_model_at_end and state.best_step not in (None, state.step)
+        if wants_best and self.checkpointer.load_weights(best, parts.model, parts.loss, self.hooks.tensors()):
+            log.info("final/ gets the best checkpoint, %s", best.name)
+            state.scores, state.scored_step = state.best_scores, state.best_step
+        fsdp_print_memory_usage("after the last step")
+        with self.hooks.evaluation_weights():
+            model_dir = save_final(config, self.session, self.data, parts, state)
+        return TrainResult(
+            model_dir=model_dir,
+            output_dir=Path(config.output_dir),
+            metrics={**{f"before/{name}": value for name, value in state.before.items()}, **state.scores},
+            steps=min(state.step, self.data.total_steps),
+        )
+
+    def restart_stream(self) -> None:
+        """Read the batches from the current step on. Those prepared ahead are dropped."""
+        per_step = self.data.batches_per_step
+        self.batches: Iterator[RankBatch] = self.stream.from_batch(
+            self.state.step * per_step, self.data.total_steps * per_step
+        )
+
+    # ---- parts of a step ---------------------------------------------------------------------------------------
+
+    def _update_weights(self, report: StepReport) -> None:
+        """Synchronise the gradients that are not reduced yet, take the optimizer step and count it. Collective."""
+        state, timer, parts = self.state, self.step.timer, self.parts
+        with timer("wait"):
+            synchronise(parts.model, parts.loss, self.session)
+        with timer("optimizer"):
+            report.learning_rate = self.schedule.set(parts.optimizer, state.step)
+            report.outcome = self.update.apply(report.loss_share)
+        state.step += 1
+        state.num_skipped += not report.outcome.applied
+        state.seconds = self.clock.seconds()
+
+    def _shrink_budget(self) -> None:
+        """Take a smaller budget after a shortage of memory, and drop what the failed attempt has added."""
+        self.step.budget = self.guard.smaller(self.step.budget)
+        self.parts.clear_gradients()
+
+    def _new_epoch(self) -> int | None:
+        """Return the number of the epoch that begins with the next step, or None if none does."""
+        steps_per_epoch, per_step = self.data.batch_schedule.steps_per_epoch, self.data.batches_per_step
+        first = self.state.step * per_step
+        epoch = first // steps_per_epoch
+        is_new = first == 0 or (first - per_step) // steps_per_epoch < epoch
+        return epoch if is_new else None
+
+    def _is_last(self) -> bool:
+        return self.state.step == self.data.total_steps or self.interrupts.ends_early
+
+    def _restored(self, resume_from: Path | None) -> LoopState:
+        """Return the state to begin with, and restore weights, optimizer and hooks."""
+        if resume_from is None:
+            return LoopState()
+        parts, tensors = self.parts, self.hooks.tensors()
+        state = LoopState.restored(
+            self.checkpointer.load(resume_from, parts.model, parts.loss, parts.optimizer, tensors)
+        )
+        self.hooks.load_states(state.hooks)
+        self.clock.resume(state.seconds)
+        return state
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and every > 0 and step % every == 0
