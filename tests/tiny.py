@@ -372,6 +372,15 @@ def tiny_convnext(directory: Path) -> Path:
     return _save(directory, None, lambda: ConvNextModel(config))
 
 
+def tiny_resnet(directory: Path) -> Path:
+    """A ResNet: two stages of one layer, whose output is a feature map."""
+    from transformers import ResNetConfig, ResNetModel
+
+    config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic")
+    save_image_processor(directory, "ConvNextImageProcessor", size={"shortest_edge": IMAGE_SIZE}, crop_pct=1.0)
+    return _save(directory, None, lambda: ResNetModel(config))
+
+
 def tiny_vitmae(directory: Path) -> Path:
     """A masked auto-encoder, with the mask ratio that it is published with."""
     from transformers import ViTMAEConfig, ViTMAEModel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from tests import tiny
 from tests.models.families import (
@@ -21,6 +22,7 @@ from vembed.errors import UserError
 from vembed.families.decisions import describe
 from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.families.facts import published_prompts
+from vembed.models.embedding_model import build_model
 
 FAMILY = {
     **dict.fromkeys(TEXT_ENCODERS, ("text_encoder", "mean")),
@@ -49,6 +51,19 @@ def test_family_and_pooling_are_seen_in_the_files_and_given_a_reason(make):
     assert (description.family, description.pooling) == FAMILY[make]
     assert {"family", "pooling", "max_length"} <= set(description.reasons)
     assert f"family: '{description.family}'" in description.summary()
+
+
+def test_a_feature_map_is_pooled_by_its_mean():
+    config = config_for(tiny.tiny_resnet)
+    description = describe(config)
+    assert (description.pooling, description.family) == ("mean", "image_encoder")
+    assert "no class token" in description.reasons["pooling"]
+    model = build_model(config, description).eval()
+    pixels = torch.randn(2, 3, 32, 32)
+    (found,) = model([("image", {"pixel_values": pixels})])
+    feature_map = model.backbone(pixel_values=pixels).last_hidden_state
+    assert feature_map.ndim == 4
+    torch.testing.assert_close(found, feature_map.mean(dim=(2, 3)))
 
 
 def test_composed_models_have_two_towers_in_the_smaller_space():
@@ -124,6 +139,7 @@ def test_mean_pooling_of_a_vision_language_model_is_never_silent():
         (tiny.tiny_siglip, {"max_length": 8}, "SigLIP pads every text to the 16 tokens"),
         (tiny.tiny_vit, {"pooling": "last"}, "whose tokens have no order"),
         (tiny.tiny_convnext, {"pooling": "cls"}, "without a class token"),
+        (tiny.tiny_resnet, {"pooling": "cls"}, "without a class token"),
         (tiny.tiny_bert, {"max_length": 257}, "257 is more than the 256 positions"),
         (tiny.tiny_roberta, {"max_length": 257}, "257 is more than the 256 positions"),
         (tiny.tiny_bert, {"bidirectional_attention": True}, "is for decoder-only models"),

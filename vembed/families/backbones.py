@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 _ENCODER_ONLY = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
 """Encoder-decoder types of which only the encoder is used."""
 _POOLED_BY_MEAN = ("convnext", "convnextv2", "dinov3_convnext")
+_CLASS_TOKENS = ("cls_token", "class_embedding", "class_token")
+"""Names of the parameter that is the class token."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Shape:
 
     hidden_dim: int
     layer_classes: tuple[str, ...]
+    has_class_token: bool
+    """True: an image encoder with a learned token that stands for the whole image."""
 
 
 def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
@@ -89,10 +93,15 @@ def is_bidirectional(config: PretrainedConfig) -> bool:
     return values.get("is_causal") is False or values.get("use_bidirectional_attention") is True
 
 
-def image_pooling(config: PretrainedConfig) -> tuple[Pooling, str]:
-    """Return an image encoder's default pooling and the reason."""
+def image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[Pooling, str]:
+    """Return an image encoder's default pooling and the reason.
+
+    Without a class token the first position is a corner of the image (ResNet, Swin), so all positions are averaged.
+    """
     if config.model_type in _POOLED_BY_MEAN:
         return "own", "a convolutional network's mean over positions, behind its layer norm"
+    if not shape.has_class_token:
+        return "mean", "the mean over positions: the network has no class token"
     return "cls", "the image's class token, by family"
 
 
@@ -100,7 +109,11 @@ def shape_of(config: PretrainedConfig, family: Family, *, trust_remote_code: boo
     """Return sizes and layer classes, read from a model on the meta device."""
     with torch.device("meta"):
         model = model_class(config, trust_remote_code=trust_remote_code)(config)
-    return Shape(_hidden_dim(config, family), tuple(sorted({type(layer).__name__ for layer in layers_of(model)})))
+    return Shape(
+        hidden_dim=_hidden_dim(config, family),
+        layer_classes=tuple(sorted({type(layer).__name__ for layer in layers_of(model)})),
+        has_class_token=any(name.rsplit(".", 1)[-1] in _CLASS_TOKENS for name, _ in model.named_parameters()),
+    )
 
 
 def _hidden_dim(config: PretrainedConfig, family: Family) -> int:

@@ -23,7 +23,7 @@ def describe(config: TrainConfig) -> ModelDescription:
     family = _family(facts)
     shape = backbones.shape_of(facts.model_config, family, trust_remote_code=config.trust_remote_code)
     bidirectional = _bidirectional(facts, family)
-    pooling = _pooling(facts, family, causal=is_causal(facts, family) and not bidirectional)
+    pooling = _pooling(facts, family, shape, causal=is_causal(facts, family) and not bidirectional)
     query_prompt, document_prompt = prompts(facts)
     image = _image_tower(facts) if family.has_two_models else None
     hidden_dim = shape.hidden_dim if image is None else _shared_dim(facts, shape.hidden_dim, image.hidden_dim)
@@ -138,7 +138,7 @@ def _image_tower(facts: Facts) -> _ImageTower:
             "give one such as a ViT, DINOv2 or ConvNeXt"
         )
     shape = backbones.shape_of(config, _recognised("pixel_input"), trust_remote_code=facts.config.trust_remote_code)
-    pooling, reason = backbones.image_pooling(config)
+    pooling, reason = backbones.image_pooling(config, shape)
     facts.reasons["image_pooling"] = reason
     return _ImageTower(str(folder), shape.hidden_dim, pooling, shape.layer_classes)
 
@@ -173,8 +173,8 @@ def _bidirectional(facts: Facts, family: Family) -> bool:
     return asked or own
 
 
-def _pooling(facts: Facts, family: Family, *, causal: bool) -> Pooling:
-    own, own_reason = _own_pooling(facts, family, causal=causal)
+def _pooling(facts: Facts, family: Family, shape: backbones.Shape, *, causal: bool) -> Pooling:
+    own, own_reason = _own_pooling(facts, family, shape, causal=causal)
     asked = facts.config.pooling
     if asked == "auto":
         if own is None:
@@ -186,7 +186,7 @@ def _pooling(facts: Facts, family: Family, *, causal: bool) -> Pooling:
             f"pooling: {asked} is not available for {facts.config.model_name}, whose embedding is the output of its "
             f"{family.name} projection; leave pooling out"
         )
-    if not family.reads_text and (asked in ("last", "weighted_mean") or (asked == "cls" and own == "own")):
+    if not family.reads_text and (asked in ("last", "weighted_mean") or (asked == "cls" and not shape.has_class_token)):
         raise UserError(
             f"pooling: {asked} has no meaning for {facts.config.model_name}, an image encoder "
             f"{'without a class token' if asked == 'cls' else 'whose tokens have no order'}; use mean or max"
@@ -203,7 +203,7 @@ def _pooling(facts: Facts, family: Family, *, causal: bool) -> Pooling:
     return asked
 
 
-def _own_pooling(facts: Facts, family: Family, *, causal: bool) -> tuple[Pooling | None, str]:
+def _own_pooling(facts: Facts, family: Family, shape: backbones.Shape, *, causal: bool) -> tuple[Pooling | None, str]:
     """Return the model's own pooling and the reason, or None and an error message if vembed does not support it."""
     if family.pools_itself:
         return "own", f"{family.name} projects its features itself"
@@ -228,7 +228,7 @@ def _own_pooling(facts: Facts, family: Family, *, causal: bool) -> tuple[Pooling
             )
         return cast(Pooling, facts.files.poolings[0]), f"from {where}"
     if not family.reads_text:
-        return backbones.image_pooling(facts.model_config)
+        return backbones.image_pooling(facts.model_config, shape)
     if causal and family.pooling != "last":
         return "last", "a causal decoder's last token is the only one that has seen the whole text"
     return family.pooling, family.pooling_reason
