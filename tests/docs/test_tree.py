@@ -1,16 +1,15 @@
-"""The tree at the end of the README names every module, and no other."""
+"""The tree at the end of docs/design.md names every module, and no other."""
 
 from __future__ import annotations
 
 import re
 
 from tests.docs.pages import ROOT
-from tests.docs.tree import BEGIN, END, modules, sentence
+from tests.docs.tree import BEGIN, END, PAGE, modules, sentence
 
 
 def test_the_tree_names_every_module() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = readme.partition(BEGIN)[2].partition(END)[0]
+    shown = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     named, folder = set(), "vembed"
     for line in shown.splitlines():
         if match := re.match(r"  (\w+)/$", line):

@@ -1,4 +1,4 @@
-"""The annotated tree of the house at the end of the README: `python -m tests.docs.tree` writes it anew."""
+"""The annotated tree of the package at the end of docs/design.md. `python -m tests.docs.tree` writes it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.docs.pages import ROOT
 
+PAGE = ROOT / "docs" / "design.md"
 BEGIN, END = "<!-- tree: python -m tests.docs.tree writes it -->\n```text\n", "```\n<!-- end of the tree -->\n"
 WIDTH = 140
 COLUMN = 26
@@ -51,11 +52,10 @@ def tree() -> str:
 
 
 def main() -> None:
-    """Write the tree into the README."""
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    """Write the tree into the page."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    readme.write_text(before + BEGIN + tree() + END + after, encoding="utf-8")
+    PAGE.write_text(before + BEGIN + tree() + END + after, encoding="utf-8")
 
 
 if __name__ == "__main__":
