@@ -123,3 +123,87 @@ def test_what_is_shown_names_the_origin(write_config: WriteConfig) -> None:
     assert "epochs: 2.0  # command line\n" in text
     assert "batch_size: 32  # default\n" in text
     assert "\n# loss\n" in text
+
+
+STAGES = """
+training_stages:
+  one:
+    distributed: {strategy: fsdp, num_nodes: 1, devices: 8, fsdp: {enabled: true, cpu_offload: false}}
+"""
+
+
+def test_a_file_named_on_the_command_line_overrides_a_stages_block_C18_C20(write_config: WriteConfig) -> None:
+    file = write_config(STAGES)
+    plain = resolve_run(file, env={})
+    assert (plain.machines.value, plain.processes.value, plain.fsdp and plain.fsdp.offload) == (1, 8, False)
+    for flag in ("fsdp_config", "accelerate_config"):
+        chosen = resolve_run(file, [f"{flag}=multi_node_fsdp"], env={})
+        assert (chosen.machines.value, chosen.processes.value) == (4, 8)
+        assert chosen.fsdp is not None and chosen.fsdp.offload
+        said = "num_machines: 4 (configs/multi_node_fsdp.yaml, named on the command line) overrides "
+        assert any(note.startswith(said) for note in chosen.notes), chosen.notes
+    assert resolve_run(file, ["fsdp_config=multi_node_fsdp", "num_nodes=2"], env={}).machines.value == 2
+
+
+def test_the_config_overrides_a_file_whether_vembed_or_accelerate_reads_it(write_config: WriteConfig) -> None:
+    """Document E's settings beside the preset, in both ways of starting it."""
+    text = "use_fsdp: true\nfsdp_sharding_strategy: shard_grad_op\nfsdp_state_dict_type: full_state_dict\n"
+    env = {
+        "ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_VERSION": "2",
+        "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    }  # fmt: skip
+    file = write_config(text)
+    by_file = resolve_run(write_config(text + "accelerate_config: accelerate_fsdp\n", name="with_file.yaml"), env={})
+    for run in (resolve_run(file, env={}), by_file, resolve_run(file, env=env)):
+        assert run.fsdp is not None
+        assert (run.fsdp.version, run.fsdp.sharding_strategy) == (2, "SHARD_GRAD_OP")
+        assert (run.fsdp.state_dict_type, run.fsdp.mixed_precision) == ("FULL_STATE_DICT", "auto")
+        assert run.recomputation.value is True
+    said = "fsdp_sharding_strategy: SHARD_GRAD_OP ({}, line 4) overrides fsdp_sharding_strategy: FULL_SHARD ({})"
+    assert said.format("with_file.yaml", "configs/accelerate_fsdp.yaml") in by_file.notes
+    assert said.format("cfg.yaml", "accelerate launch") in resolve_run(file, env=env).notes
+
+
+def test_precision_of_a_file_and_of_the_launcher(write_config: WriteConfig) -> None:
+    write_config()
+    for precision, value in (("fp16", "fp16"), ("bf16", "auto"), ("no", "auto")):
+        Path("accelerate.yaml").write_text(f"distributed_type: MULTI_GPU\nmixed_precision: '{precision}'\n")
+        by_file = resolve_run(write_config("accelerate_config: accelerate.yaml\n"), env={})
+        launched = resolve_run(write_config(), env={"ACCELERATE_MIXED_PRECISION": precision})
+        assert by_file.precision.value == launched.precision.value == value
+        said = [note for note in (*by_file.notes, *launched.notes) if note.startswith("mixed_precision: no")]
+        assert len(said) == (2 if precision == "no" else 0)
+
+
+def test_the_timeout_comes_from_the_config_or_from_the_environment(write_config: WriteConfig) -> None:
+    env = {"NCCL_TIMEOUT": "90"}
+    assert resolve_run(write_config(), env=env).timeout_minutes.value == 1.5
+    own = resolve_run(write_config("dist_timeout_minutes: 7\n"), env=env)
+    assert own.timeout_minutes.value == 7
+    assert "dist_timeout_minutes: 7.0 (cfg.yaml, line 3) overrides NCCL_TIMEOUT=90 (environment)" in own.notes
+    with pytest.raises(UserError, match="NCCL_TIMEOUT=soon must be a number of seconds"):
+        resolve_run(write_config(), env={"NCCL_TIMEOUT": "soon"})
+
+
+def test_use_fsdp_false_rules_sharding_out_only_where_it_is_written(write_config: WriteConfig) -> None:
+    assert resolve_run(write_config(), env={}).strategy.value == "auto"
+    never = resolve_run(write_config("use_fsdp: false\n"), env={})
+    assert (never.strategy.value, never.strategy.source) == ("ddp", "cfg.yaml:3")
+    for text in ("", "use_fsdp: false\n", "strategy: fsdp\n", "temperature: 0.05\n"):
+        run = resolve_run(write_config(text), env={})
+        save_config(run.config, "again.yaml")
+        again = resolve_run("again.yaml", env={})
+        assert again.strategy.value == run.strategy.value
+        assert ("temperature" in again.config.model_fields_set) == ("temperature" in text)
+
+
+def test_recomputation_is_one_switch_with_or_without_fsdp(write_config: WriteConfig) -> None:
+    for text, value in (
+        ("fsdp_activation_checkpointing: true\n", True),
+        ("use_fsdp: true\nfsdp_activation_checkpointing: false\n", False),
+        ("accelerate_config: single_node_fsdp\n", True),
+        ("accelerate_config: single_node_fsdp\ngradient_checkpointing: false\n", False),
+    ):
+        assert resolve_run(write_config(text), env={}).recomputation.value is value

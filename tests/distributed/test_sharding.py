@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.distributed.steps import (
     Result,
@@ -13,7 +15,9 @@ from tests.distributed.steps import (
     check_against_one_process,
     config_of,
     listen,
+    parts_of,
     sharded_step,
+    share_of_loss,
     whole_step,
 )
 from tests.harness import run_ranks
@@ -93,6 +97,55 @@ def test_large_gradients_are_reduced_after_every_micro_batch() -> None:
             assert line.startswith(
                 f"gradients: reduced {'after every micro-batch' if every else 'once per step'} (whole"
             )
+
+
+def gathers_of_fsdp1(folder: str, strategy: str) -> tuple[set[str], int]:
+    """The strategies of the units, and how many gathers a forward and a backward pass take."""
+    config = config_of(folder, use_fsdp=True, fsdp_version=1, fsdp_sharding_strategy=strategy)
+    count = 0
+    original = dist.all_gather
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return original(*args, **options)
+
+    with session.start_session(config) as one:
+        built, featuriser = build(config, dtype=torch.float32, meta=one.builds_empty)
+        model = one.prepare(built, built.description.layer_classes)
+        dist.all_gather = counted
+        for parts in (parts_of(featuriser, one.rank, number) for number in range(2)):
+            share_of_loss(model(parts)).backward()
+        dist.all_gather = original
+        return {unit.sharding_strategy.name for unit in FullyShardedDataParallel.fsdp_modules(model)}, count
+
+
+def test_units_of_fsdp1_have_the_strategy_that_was_asked_for() -> None:
+    folder = str(shared(tiny_bert, layers=3))
+    found = {
+        name: run_ranks(gathers_of_fsdp1, 2, folder, name, process_group=False)[0]
+        for name in ("FULL_SHARD", "SHARD_GRAD_OP")
+    }
+    assert {name: units for name, (units, _) in found.items()} == {name: {name} for name in found}
+    assert found["SHARD_GRAD_OP"][1] < found["FULL_SHARD"][1], "parameters stay whole until the backward pass"
+
+
+def outputs_in(folder: str, dtype: str | None) -> tuple[str, float]:
+    config = config_of(folder, use_fsdp=True, mixed_precision="bf16", fsdp_output_dtype=dtype)
+    with session.start_session(config) as one:
+        built, featuriser = build(config, dtype=torch.float32, meta=one.builds_empty)
+        model = one.prepare(built, built.description.layer_classes)
+        (output,) = model(parts_of(featuriser, one.rank, 0))
+        output.float().sum().backward()
+        return str(output.dtype), float(output.detach().float().sum())
+
+
+def test_the_output_dtype_is_that_of_the_model_and_of_no_unit() -> None:
+    folder = str(shared(tiny_bert))
+    (plain, exact), *_ = run_ranks(outputs_in, 2, folder, None, process_group=False)
+    (narrow, rounded), *_ = run_ranks(outputs_in, 2, folder, "bfloat16", process_group=False)
+    assert (plain, narrow) == ("torch.float32", "torch.bfloat16")
+    assert rounded == pytest.approx(exact, abs=0.2)
 
 
 @pytest.mark.parametrize("make", [tiny_qwen3, tiny_clip, tiny_siglip])

@@ -16,9 +16,10 @@ from tests.files.saving import load_in_sentence_transformers, ours, save
 from vembed.config.schema import TrainConfig
 from vembed.families.decisions import describe
 from vembed.models.embedding_model import build_model
+from vembed.models.names import plain_name
 from vembed.saving import files
 from vembed.saving.card import Card, render_card
-from vembed.saving.files import clean_name, replaced_folder, save_model
+from vembed.saving.files import replaced_folder, save_model
 
 
 def test_the_layout_has_the_module_paths_that_versions_3_to_6_load(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_model_between_two_renames_comes_back(tmp_path: Path) -> None:
     ],
 )
 def test_names_lose_what_wrappers_put_into_them(name: str) -> None:
-    assert clean_name(name) == "backbone.embeddings.weight"
+    assert plain_name(name) == "backbone.embeddings.weight"
 
 
 def test_weights_under_a_wrappers_names_are_saved_under_their_own(tmp_path: Path) -> None:

@@ -71,6 +71,10 @@ def test_temperature_starts_from_the_model_and_stays_in_its_range() -> None:
 
 def test_sigmoid_starts_from_the_model_and_stays_in_its_range() -> None:
     assert build_loss(config_of(loss="sigmoid")).scale_and_bias() == (pytest.approx(20.0), -10.0)
+    given = build_loss(config_of(loss="sigmoid", temperature=0.5), start_scale=117.0, start_bias=-12.5)
+    assert given.scale_and_bias() == pytest.approx((2.0, -12.5)), "the user's own temperature is where it starts"
+    given = build_loss(config_of(learn_temperature=True, temperature=0.5), start_scale=117.0)
+    assert given.scale_and_bias() == pytest.approx((2.0, 0.0))
     loss = build_loss(config_of(loss="sigmoid"), start_scale=117.0, start_bias=-12.5)
     assert loss.scale_and_bias() == (pytest.approx(117.0, rel=1e-6), -12.5)
     log_scale = dict(loss.named_parameters())["log_scale"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -209,6 +210,19 @@ def test_auto_takes_flash_attention_where_it_can(installed, capability, options,
     options = {"half": True, **options}
     chosen, reason = precision.attention_kernel(config_for(tiny.tiny_bert), backbone, torch.device("cuda"), **options)
     assert chosen == kernel and said in reason
+
+
+def test_the_first_layers_are_those_of_each_tower_or_of_one():
+    def frozen_layers(make, part):
+        names = {name for name in _frozen(built(make, freeze=[part])) if ".layers." in name}
+        return {re.sub(r"(layers\.\d+)\..*", r"\1", name) for name in names}
+
+    both = frozen_layers(tiny.tiny_clip, "first_n_layers=1")
+    one = frozen_layers(tiny.tiny_clip, "vision.first_n_layers=1")
+    assert both == {f"backbone.{tower}_model.encoder.layers.0" for tower in ("text", "vision")}
+    assert one == {"backbone.vision_model.encoder.layers.0"}
+    with pytest.raises(UserError, match=r"number of layers: text 2, vision 2"):
+        built(tiny.tiny_clip, freeze=["first_n_layers=9"])
 
 
 def test_gradient_checkpointing_replays_dropout():

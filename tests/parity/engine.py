@@ -28,7 +28,7 @@ from vembed.families.decisions import describe
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.saving.files import clean_name
+from vembed.models.names import plain_name
 from vembed.training.budget import Budget
 from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
@@ -217,12 +217,12 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     if FullyShardedDataParallel.fsdp_modules(model):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
             return {
-                clean_name(name): one.grad.clone()
+                plain_name(name): one.grad.clone()
                 for name, one in model.named_parameters()
                 if one.requires_grad and one.grad is not None
             }
     return {
-        clean_name(name): one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+        plain_name(name): one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
         for name, one in model.named_parameters()
         if one.grad is not None
     }

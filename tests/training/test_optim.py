@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2Model
 
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
@@ -84,6 +85,34 @@ def test_each_tower_counts_its_own_layers(tmp_path):
     assert rates["backbone.text.layer.1.linear.weight"] == rates["backbone.image.layer.3.linear.weight"] == 0.1
     assert rates["backbone.text.embeddings.weight"] == 0.1 * 0.5**2
     assert rates["backbone.image.embeddings.weight"] == 0.1 * 0.5**4
+
+
+def test_layers_are_found_whatever_they_are_called(tmp_path):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(5, 3)
+            self.stack = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(3))
+            self.out = nn.Linear(3, 3)
+
+    rates = {name: one.learning_rate for name, one in trained(config_for(tmp_path, layer_lr_decay=0.5), Own()).items()}
+    assert [rates[f"stack.{number}.0.weight"] for number in range(3)] == [0.025, 0.05, 0.1]
+    assert (rates["words.weight"], rates["out.weight"]) == (0.0125, 0.1)
+    gpt2 = GPT2Model(GPT2Config(n_layer=2, n_embd=4, n_head=2, vocab_size=9))
+    rates = {name: one.learning_rate for name, one in trained(config_for(tmp_path, layer_lr_decay=0.5), gpt2).items()}
+    assert rates["wte.weight"] == rates["wpe.weight"] == 0.025
+    assert (rates["h.0.attn.c_attn.weight"], rates["h.1.attn.c_attn.weight"], rates["ln_f.weight"]) == (0.05, 0.1, 0.1)
+
+
+def test_decay_of_sgd_is_decoupled_as_that_of_all_others(tmp_path):
+    """Weights shrink by lr * weight_decay, beside a step along the gradient as it is."""
+    model, loss = TinyModel(), TinyLoss()
+    before = model.head.weight.detach().clone()
+    optimizer = build_optimizer(model, loss, config_for(tmp_path, optim="sgd", weight_decay=0.5))
+    backward(model, loss)
+    gradient = model.head.weight.grad.clone()
+    optimizer.step()
+    torch.testing.assert_close(model.head.weight.detach(), before * (1 - 0.1 * 0.5) - 0.1 * gradient)
 
 
 def test_nothing_to_train_is_the_users_mistake(tmp_path):

@@ -32,6 +32,10 @@ from vembed.config.resolved import DEFAULT, ResolvedRun, decide
 from vembed.config.schema import DataSource, TrainConfig
 from vembed.errors import UserError
 
+UNSAID = ("use_fsdp", "temperature")
+"""Options that are not written to config.yaml unless somebody has given them: `use_fsdp: false` rules FSDP out, and a
+given temperature is where a learned one starts, in place of the model's own."""
+
 DEFAULT_PRESET = "accelerate_fsdp"
 """What FSDP starts from where nobody names a file."""
 
@@ -144,8 +148,8 @@ def render(config: TrainConfig, origins: Mapping[str, str] | None = None) -> str
     for name, option in all_options().items():
         if name not in values or (values[name] is None and option.default is None):
             continue
-        if name == "use_fsdp" and name not in config.model_fields_set:
-            continue  # false rules FSDP out, and nobody has said it
+        if name in UNSAID and name not in config.model_fields_set:
+            continue
         if option.section != section:
             section = option.section
             lines += ["", f"# {section}"]

@@ -418,6 +418,10 @@ def remarks(config: TrainConfig) -> list[str]:
             found += [
                 f"{name}: {_word(values[name])} has no effect without {needed}" for name in names if name in set_apart
             ]
+    if config.optim in ("sgd", "adafactor"):
+        adam = ("adam_beta1", "adam_beta2", "adam_epsilon")
+        found += [f"{name}: {_word(values[name])} has no effect with optim: {config.optim}" for name in adam
+                  if name in set_apart]  # fmt: skip
     if config.base_batch_size != defaults.base_batch_size and config.scale_learning_rate == "none":
         found.append(f"base_batch_size: {config.base_batch_size:,d} has no effect with scale_learning_rate: none")
     if config.max_steps is not None and "epochs" in config.model_fields_set:

@@ -128,7 +128,8 @@ class TrainConfig(Frozen):
     """Size of the shared space of a composed model. Default: the smaller of the two towers' sizes."""
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype in which weights are loaded. Trainable weights are always kept as float32 master weights, unless
-    `pure_dtype: true`. `auto`: float32 for trained weights, the file's own dtype for frozen ones."""
+    `pure_dtype: true`. `auto`: float32 for trained weights, the file's own dtype for frozen ones. Frozen parts of a
+    tower that is otherwise trained stay float32, since a tower computes in one dtype."""
     pure_dtype: bool = False
     """Keep trainable weights in `torch_dtype` too (no float32 master weights): half the memory, worse convergence."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
@@ -195,7 +196,8 @@ class TrainConfig(Frozen):
     save_merged: bool = True
     """After a LoRA run, save the merged model in `final/`, with the adapter beside it. false: only the adapter."""
     freeze: list[str] = Field(default_factory=list)
-    """Parts not to train: `text`, `vision`, `embeddings`, `first_n_layers=6`, or prefixes of parameter names."""
+    """Parts not to train: `text`, `vision`, `embeddings`, `first_n_layers=6` (of every tower),
+    `vision.first_n_layers=6` (of one), or prefixes of parameter names."""
 
     # ---- data --------------------------------------------------------------------------------------------------
     data_path: str | list[str | DataSource]
@@ -236,7 +238,8 @@ class TrainConfig(Frozen):
     similarity: Literal["cosine", "dot"] = "cosine"
     """Similarity of two embeddings, in the loss, the evaluation and the saved model."""
     temperature: PositiveFloat = 0.05
-    """Divisor of the similarities. Smaller values weight hard negatives more."""
+    """Divisor of the similarities. Smaller values weight hard negatives more. A learned temperature or scale starts
+    here if the option is given, otherwise from the value in the model's files (CLIP, SigLIP) or 0.05."""
     learn_temperature: bool = False
     """Learn the temperature, starting at `temperature` and limited to [0.005, 1]."""
     bidirectional: bool = False
@@ -344,10 +347,11 @@ class TrainConfig(Frozen):
     """Distribution of the model over processes: ddp, a copy on each; fsdp, sharded. `auto`: by size; the log gives the
     reason."""
     use_fsdp: bool = False
-    """Same as `strategy: fsdp`, with the options of `configs/accelerate_fsdp.yaml`."""
+    """Same as `strategy: fsdp`, with the options of `configs/accelerate_fsdp.yaml`. An explicit false rules FSDP out
+    under `strategy: auto` too."""
     accelerate_config: str | None = None
-    """Accelerate YAML or the name of a preset (accelerate_fsdp, accelerate_ddp, ...). Values that `accelerate launch`
-    sets take precedence."""
+    """Accelerate YAML or the name of a preset (accelerate_fsdp, accelerate_ddp, ...). Options of the training
+    config override it, and values that `accelerate launch` sets do too."""
     num_processes: Literal["auto"] | PositiveInt = "auto"
     """Processes per machine that `vembed train` starts (also `devices`). `auto`: one per GPU, 1 without."""
     num_machines: PositiveInt = 1
@@ -383,7 +387,7 @@ class TrainConfig(Frozen):
     fsdp_use_orig_params: bool | None = None
     """FSDP1 only: keep the original parameters visible (needed for LoRA). FSDP2 always does."""
     fsdp_activation_checkpointing: bool | None = None
-    """Alias of `gradient_checkpointing`; the two must not contradict each other."""
+    """Alias of `gradient_checkpointing`, with or without FSDP; the two must not contradict each other."""
     fsdp_state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"] | None = None
     """Format of checkpoints under FSDP. LOCAL_STATE_DICT exists only in FSDP1."""
     fsdp_cpu_ram_efficient_loading: bool | None = None
@@ -393,7 +397,8 @@ class TrainConfig(Frozen):
     fsdp_mixed_precision: bool | None = None
     """false: FSDP computes in the dtype of the parameters, whatever `mixed_precision` is."""
     fsdp_param_dtype: Dtype | None = None
-    """Dtype of the gathered parameters and thus of computation. Default: from `mixed_precision`."""
+    """Dtype of the gathered parameters and thus of computation; it overrides `mixed_precision`. Default: from
+    `mixed_precision`."""
     fsdp_reduce_dtype: Dtype | None = None
     """Dtype in which gradients are reduced. Default: float32."""
     fsdp_buffer_dtype: Dtype | None = None
@@ -403,7 +408,8 @@ class TrainConfig(Frozen):
     sync_batchnorm: bool = False
     """Convert batch norms so that they use statistics over all processes."""
     dist_timeout_minutes: PositiveFloat = 30.0
-    """Timeout of collectives in minutes; after it the run fails with a message."""
+    """Timeout of collectives in minutes; after it the run fails with a message. If the option is not given, the
+    variable `NCCL_TIMEOUT` (seconds) sets it."""
 
     # ---- evaluation, logging, saving ---------------------------------------------------------------------------
     output_dir: str = "output"
@@ -435,7 +441,8 @@ class TrainConfig(Frozen):
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default=["tensorboard"])
     """Trackers; `none` for no tracker."""
     run_name: str | None = None
-    """Name of the run in trackers. Default: the name of output_dir."""
+    """Name of the run in trackers; for TensorBoard, a folder inside `tensorboard/`. Default: the name of output_dir,
+    and no such folder."""
     wandb_project: str = "vembed"
     """Project in wandb or trackio."""
     wandb_tags: list[str] = Field(default_factory=list)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vembed.distributed import collectives
+from vembed.models.names import plain_name
 
 NAMES_SHOWN = 3
 
@@ -292,13 +293,6 @@ def restore_local_shards(model: nn.Module, shards: Mapping[str, Tensor]) -> None
         for name, parameter in model.named_parameters():
             if name in shards:
                 _local(parameter).copy_(shards[name])
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name without the prefixes of wrappers."""
-    for wrapper in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
-        name = name.replace(f"{wrapper}.", "")
-    return name.removeprefix(".")
 
 
 @contextmanager

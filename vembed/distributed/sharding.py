@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ def make_plugin(fsdp: FsdpConfig, precision: str, device: torch.device) -> Fully
         return FullyShardedDataParallelPlugin(
             **shared, cpu_offload=offload, reshard_after_forward=fsdp.reshard_after_forward
         )
-    return FullyShardedDataParallelPlugin(
+    plugin = FullyShardedDataParallelPlugin(
         **shared,
         # FSDP1 would pin the memory, which needs a GPU; on the CPU all tensors are in host memory anyway.
         cpu_offload=fsdp.offload and device.type == "cuda",
@@ -65,6 +66,9 @@ def make_plugin(fsdp: FsdpConfig, precision: str, device: torch.device) -> Fully
         # FSDP1 broadcasts weights on GPUs only; on the CPU `shard` has synchronised them from rank 0 before.
         sync_module_states=(fsdp.sync_module_states or fsdp.ram_efficient_loading) and device.type == "cuda",
     )
+    # Accelerate prefers `sharding_strategy`, which it takes from its own variable, by default FULL_SHARD.
+    plugin.sharding_strategy = plugin.reshard_after_forward
+    return plugin
 
 
 def turn_on_fsdp(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin, device: torch.device) -> None:
@@ -163,6 +167,11 @@ def _shard_by_fsdp2(
     accelerator.prepare(model, stand_in)
     accelerator._optimizers.clear()
     assert all(isinstance(unit, FSDPModule) for unit in units)
+    if fsdp.output_dtype != "float32":
+        # Of the model's output, not of every unit's: a layer would get its input in a dtype that it does not expect.
+        assert isinstance(model, FSDPModule)
+        state = model._get_fsdp_state()
+        state._mp_policy = replace(state._mp_policy, output_dtype=DTYPES[fsdp.output_dtype])
     if weights is not None:
         _hand_out(model, weights, torch.device("cpu") if fsdp.offload else accelerator.device)
     for holder in _unsharded(model):
@@ -193,8 +202,7 @@ def _precision_policy(fsdp: FsdpConfig, precision: str) -> MixedPrecision | Mixe
     `param_dtype`.
 
     float32 for the reduce and buffer dtypes is set only if computation is in 16 bits; it is the default otherwise.
-    float32 is not set as output dtype: the model converts its embeddings itself, and converting every unit's output
-    would only enlarge the activations.
+    The output dtype is not the units' but the whole model's, and set there.
     """
     param_dtype = DTYPES[fsdp.param_dtype] if fsdp.param_dtype else PRECISIONS[precision]
     is_small = param_dtype in (torch.bfloat16, torch.float16)
@@ -204,8 +212,7 @@ def _precision_policy(fsdp: FsdpConfig, precision: str) -> MixedPrecision | Mixe
         if param_dtype is reduce_dtype is buffer_dtype is None:
             return None
         return MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype, buffer_dtype=buffer_dtype)
-    output_dtype = DTYPES[fsdp.output_dtype] if fsdp.output_dtype != "float32" else None
-    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
 
 # ---- weights that only rank 0 has read -------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 from torch import nn
 
+from vembed.config.options import nearest
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
@@ -18,6 +19,7 @@ from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, Task, open_eval_data
 from vembed.evaluation.retrieval import retrieval_metrics
 from vembed.evaluation.similarity import similarity_metrics
+from vembed.families.description import ModelDescription
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import Between, KeptFeatures, default_budget, encode_items
 from vembed.progress import ProgressReport
@@ -139,6 +141,21 @@ def deciding_metric(config: TrainConfig, data: EvalData, scores: dict[str, float
     if config.eval_metric not in scores:
         raise UserError(f"eval_metric: {config.eval_metric} is not among what is measured: {', '.join(scores)}")
     return config.eval_metric
+
+
+def check_metric(config: TrainConfig, data: EvalData, description: ModelDescription) -> None:
+    """Raise UserError if `eval_metric` is none of the scores that this evaluation will have."""
+    if isinstance(data, RetrievalData):
+        cutoffs = sorted({*config.eval_ks, REPORTED_K})
+        names = [f"{metric}@{k}" for metric in ("ndcg", "mrr", "recall", "map") for k in cutoffs]
+    else:
+        names = ["spearman", "pearson"]
+    full = description.truncate_dim or description.embedding_dim
+    names += [f"dim{dim}/{name}" for dim in description.mrl_dims if dim <= full for name in names]
+    if config.eval_metric not in ("auto", *names):
+        near = nearest(config.eval_metric, names)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise UserError(f"eval_metric: {config.eval_metric} is not among what is measured: {', '.join(names)}{hint}")
 
 
 def _checked_dims(dims: Sequence[int], full: int) -> list[int]:

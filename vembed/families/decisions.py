@@ -61,6 +61,19 @@ def describe(config: TrainConfig) -> ModelDescription:
     )
 
 
+def without_effect(config: TrainConfig, description: ModelDescription) -> list[str]:
+    """Return a line for each option that a model of this kind does not look at."""
+    unused: list[str] = []
+    if "multimodal" not in description.modalities:
+        unused += ["min_pixels", "max_pixels"]
+    if description.modalities == ("image",):
+        unused += ["max_length", "query_prompt", "document_prompt", "padding_free"]
+    given = [name for name in unused if name in config.model_fields_set and dict(config)[name] is not None]
+    return [
+        f"{name}: {dict(config)[name]} has no effect on a model of the family {description.family}" for name in given
+    ]
+
+
 # ---- family ----------------------------------------------------------------------------------------------------
 
 

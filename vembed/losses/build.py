@@ -33,9 +33,9 @@ def build_loss(
     """Return the loss that the config selects.
 
     `mrl_dims`: the model's Matryoshka sizes, used with `use_mrl` when the config names none. `start_scale`,
-    `start_bias`: the model's learned values (CLIP, SigLIP). A learned temperature or scale starts from them
-    instead of from `temperature`. `embedding_dim`, `teacher_dims`: sizes of the embeddings and of each teacher's
-    vectors, for `loss: embedding`.
+    `start_bias`: the model's learned values (CLIP, SigLIP). A learned temperature or scale starts from them,
+    unless the config gives a `temperature`. `embedding_dim`, `teacher_dims`: sizes of the embeddings and of each
+    teacher's vectors, for `loss: embedding`.
     """
     dims = tuple(config.mrl_dims or mrl_dims) if config.use_mrl else ()
     if config.use_mrl and not dims:
@@ -48,6 +48,8 @@ def build_loss(
             config.temperature, 1 / start_scale, 1 / start_scale,
         )  # fmt: skip
     sizes = _Sizes(dims, embedding_dim, teacher_dims or {})
+    if "temperature" in config.model_fields_set:
+        start_scale = None  # the user's own temperature is where a learned one starts
     terms = [(weight, term, _build(term, sizes, start_scale, start_bias)) for weight, term in loss_terms(config)]
     if config.losses is None:
         return terms[0][2]

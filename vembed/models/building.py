@@ -156,6 +156,12 @@ def cast_frozen_towers(config: TrainConfig, description: ModelDescription, backb
         dtype = precision.frozen_dtype(config, own)
         log.info("%s tower: frozen, held in %s", tower, dtype)
         tower_module(backbone, description.traits, tower).to(dtype)
+    partly = [one for one in backbone.parameters() if not one.requires_grad and one.dtype == torch.float32]
+    if config.torch_dtype in ("bfloat16", "float16") and config.freeze and partly and not config.pure_dtype:
+        log.info(
+            "torch_dtype: %s is for whole frozen towers: %d frozen tensors of partly trained towers stay float32",
+            config.torch_dtype, len(partly),
+        )  # fmt: skip
 
 
 def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:

@@ -99,32 +99,38 @@ def _names_of(backbone: nn.Module, family: Family, part: str) -> set[str]:
                 f"freeze: {part} is not a tower of this {family.name} model; it has {', '.join(family.towers)}"
             )
         return {name for name in every if name.startswith(prefix)}
-    layers = _layer_prefixes(backbone)
+    layers = _layer_prefixes(backbone, family)
     if part == "embeddings":
-        inside = tuple(prefix for prefixes in layers for prefix in prefixes)
+        inside = tuple(prefix for prefixes in layers.values() for prefix in prefixes)
         return {name for name in every if _INPUT_EMBEDDINGS.search(name) and not name.startswith(inside)}
-    if part.startswith("first_n_layers"):
-        count = part.partition("=")[2]
-        if not count.isdecimal() or int(count) > max(len(prefixes) for prefixes in layers):
-            deepest = max(len(prefixes) for prefixes in layers)
-            raise UserError(f"freeze: {part} must be first_n_layers=N with N from 0 to {deepest}, this model's layers")
-        first = tuple(prefix for prefixes in layers for prefix in prefixes[: int(count)])
+    kind, _, count = part.rpartition("=")
+    tower, _, word = kind.rpartition(".")
+    if word == "first_n_layers" or part.startswith("first_n_layers"):
+        chosen = layers if not tower else {name: own for name, own in layers.items() if name == tower}
+        deepest = max((len(prefixes) for prefixes in chosen.values()), default=0)
+        if not count.isdecimal() or not chosen or int(count) > deepest:
+            named = ", ".join(f"{name} {len(own)}" for name, own in layers.items())
+            raise UserError(
+                f"freeze: {part} must be first_n_layers=N with N from 0 to {deepest} (of every tower) or "
+                f"TOWER.first_n_layers=N; the number of layers: {named}"
+            )
+        first = tuple(prefix for prefixes in chosen.values() for prefix in prefixes[: int(count)])
         return {name for name in every if first and name.startswith(first)}
     found = {name for name in every if name.startswith(part.removeprefix("backbone."))}
     if not found:
         near = difflib.get_close_matches(part.removeprefix("backbone."), every, n=1, cutoff=0.0)[0]
         raise UserError(
             f"freeze: no parameter's name begins with {part}; the nearest is {near} "
-            "(or use text, vision, embeddings, first_n_layers=N)"
+            "(or use text, vision, embeddings, first_n_layers=N, TOWER.first_n_layers=N)"
         )
     return found
 
 
-def _layer_prefixes(backbone: nn.Module) -> list[list[str]]:
-    """Return the name prefixes of the layers in order, with a trailing dot; one list per stack of layers."""
+def _layer_prefixes(backbone: nn.Module, family: Family) -> dict[str, list[str]]:
+    """Return the name prefixes of each tower's layers, with a trailing dot, in the order of the forward pass.
+
+    The layers of a tower are counted through: the stages of a hierarchical one are not stacks of their own.
+    """
     layers = {id(layer) for layer in layers_of(backbone)}
-    stacks: dict[str, list[str]] = {}
-    for name, module in backbone.named_modules():
-        if id(module) in layers:
-            stacks.setdefault(re.sub(r"\d+", "#", name), []).append(name + ".")
-    return list(stacks.values())
+    names = [f"{name}." for name, module in backbone.named_modules() if id(module) in layers]
+    return {tower: [name for name in names if name.startswith(prefix)] for tower, prefix in family.towers.items()}

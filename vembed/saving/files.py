@@ -20,6 +20,7 @@ from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.adapters import has_adapters, merged_state, save_adapter
 from vembed.models.building import empty_backbone
 from vembed.models.heads import Head
+from vembed.models.names import plain_name
 from vembed.models.processors import load_chat_template, load_tokenizer, save_processors
 from vembed.saving.card import Card, render_card
 from vembed.saving.layout import write_json, write_layout
@@ -30,8 +31,6 @@ ADAPTER_FOLDER = "adapter"
 """Subfolder with the adapter that was merged into the saved weights."""
 ADJUSTED_SETTINGS = ("mask_ratio",)
 """Settings of a published config.json that vembed changes for embedding."""
-WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
-"""Components that wrappers add to parameter names; saved files must not contain them."""
 
 
 def save_model(
@@ -52,7 +51,7 @@ def save_model(
     a weight is too large for float16). Adapters are merged into the weights and also saved in `adapter/`; with
     `merge_adapters=False` the adapter is saved instead of the weights. The folder is renamed once it is complete.
     """
-    state = {clean_name(name): tensor.detach().cpu() for name, tensor in state.items()}
+    state = {plain_name(name): tensor.detach().cpu() for name, tensor in state.items()}
     weights = _part(state, "backbone.")
     if not merge_adapters and not description.traits.has_untouched_adapters:
         log.info("save_merged: the whole model is saved (adapters alone would lose its projections, scale and bias)")
@@ -80,11 +79,6 @@ def save_model(
         text = render_card(description, card or Card(), adapter_alone=not weights)
         (folder / "README.md").write_text(text, encoding="utf-8")
     return Path(directory)
-
-
-def clean_name(name: str) -> str:
-    """Return a parameter's name without the components added by wrappers."""
-    return ".".join(part for part in name.removeprefix("module.").split(".") if part not in WRAPPERS)
 
 
 @contextmanager

@@ -175,8 +175,10 @@ def _start_tracker(name: str, config: TrainConfig, first_step: int) -> Any:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 # Purge what was logged after the checkpoint's step; in a new run, everything in the folder.
                 purge = first_step + 1 if first_step else 0
-                _await_a_new_second(Path(config.output_dir) / "tensorboard")
-                tracker = tracking.TensorBoardTracker("tensorboard", config.output_dir, purge_step=purge)
+                # TensorBoard names a run by its folder.
+                folder = "tensorboard" + (f"/{config.run_name.replace('/', '_')}" if config.run_name else "")
+                _await_a_new_second(Path(config.output_dir) / folder)
+                tracker = tracking.TensorBoardTracker(folder, config.output_dir, purge_step=purge)
         elif name == "wandb":
             tracker = tracking.WandBTracker(config.wandb_project, name=run, tags=config.wandb_tags, config=settings)
         else:

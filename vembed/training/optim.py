@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
+from vembed.families.backbones import layers_of
+from vembed.models.names import plain_name
 from vembed.models.quantized import quieten_bitsandbytes
 
 log = logging.getLogger("vembed")
 
-_WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
-_LAYER = re.compile(r"^(?P<tower>(?:.*?\.)?)(?:layers?|blocks?|h)\.(?P<index>\d+)\.")
+_LAYER = re.compile(r"^(?:.*?\.)?(?:layers?|blocks?|h)\.\d+\.")
+"""Layers by their name, where the model's own structure does not tell them."""
+_EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe)\.")
 _HEAD = re.compile(r"^(head|loss)\.|(^|\.)(text_projection|visual_projection)\.")
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -75,11 +78,11 @@ def trained_parameters(model: nn.Module, loss: nn.Module, config: TrainConfig) -
     """Return every trainable parameter with its learning rate and weight decay, in the order of the model."""
     shapes = _whole_shapes(model)
     named = [
-        (_WRAPPERS.sub("", name), parameter)
+        (plain_name(name), parameter)
         for prefix, module in (("", model), ("loss.", loss))
         for name, parameter in module.named_parameters(prefix=prefix.rstrip("."))
     ]
-    depths = _depths([name for name, _ in named])
+    depths = _depths([name for name, _ in named], model) if config.layer_lr_decay != 1.0 else {}
     head_rate = config.learning_rate if config.head_learning_rate is None else config.head_learning_rate
     trained = []
     for name, parameter in named:
@@ -90,7 +93,7 @@ def trained_parameters(model: nn.Module, loss: nn.Module, config: TrainConfig) -
         if _HEAD.search(name):
             rate = head_rate
         else:
-            rate = config.learning_rate * config.layer_lr_decay ** depths[name]
+            rate = config.learning_rate * config.layer_lr_decay ** depths.get(name, 0)
         trained.append(
             TrainedParameter(name, parameter, shape, rate, decays=len(shape) > 1 and not name.endswith("bias"))
         )
@@ -103,23 +106,41 @@ def trained_parameters(model: nn.Module, loss: nn.Module, config: TrainConfig) -
     return trained
 
 
-def _depths(names: Iterable[str]) -> Mapping[str, int]:
+def _depths(names: Sequence[str], model: nn.Module) -> dict[str, int]:
     """Return the number of layers above each parameter in its tower: 0 for the last layer and everything after it,
     the number of layers for embeddings."""
-    layers = {name: found for name in names if (found := _LAYER.search(name))}
-    num_layers: Counter[str] = Counter()
-    for found in layers.values():
-        tower = found["tower"]
-        num_layers[tower] = max(num_layers[tower], int(found["index"]) + 1)
+    places = _layers_by_name(names, model)
+    num_layers = Counter(stack for stack, _ in set(places.values()))
+    if not num_layers:
+        log.warning("layer_lr_decay has no effect: no stack of layers was found in this model")
+    inputs = {f"{plain_name(name)}." for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     depths = {}
     for name in names:
-        if name in layers:
-            depths[name] = num_layers[layers[name]["tower"]] - 1 - int(layers[name]["index"])
-        elif "embed" in name:
+        if name in places:
+            stack, index = places[name]
+            depths[name] = num_layers[stack] - 1 - index
+        elif _EMBEDDING.search(name) or name.startswith(tuple(inputs)):
             depths[name] = _layers_beside(name, num_layers)
-        else:
-            depths[name] = 0
     return depths
+
+
+def _layers_by_name(names: Sequence[str], model: nn.Module) -> dict[str, tuple[str, int]]:
+    """Return the stack and the number of the layer that each parameter is in, for those inside layers.
+
+    Layers of one stack have equal names but for the numbers in them, so the stages of a hierarchical tower are one.
+    """
+    layers = {id(layer) for layer in layers_of(model)}
+    prefixes = {f"{plain_name(name)}.": None for name, module in model.named_modules() if id(module) in layers}
+    known = tuple(prefixes)
+    for name in names:
+        found = None if known and name.startswith(known) else _LAYER.search(name)
+        if found is not None:
+            prefixes[found.group(0)] = None
+    stacks: defaultdict[str, list[str]] = defaultdict(list)
+    for prefix in prefixes:
+        stacks[re.sub(r"\.\d+\.", ".#.", prefix)].append(prefix)
+    numbered = {prefix: (stack, number) for stack, own in stacks.items() for number, prefix in enumerate(own)}
+    return {name: numbered[prefix] for name in names for prefix in prefixes if name.startswith(prefix)}
 
 
 def _layers_beside(name: str, num_layers: Mapping[str, int]) -> int:
@@ -206,6 +227,7 @@ def _create(config: TrainConfig, groups: list[dict[str, Any]], *, is_fsdp1: bool
         case "adafactor":
             return torch.optim.Adafactor(groups, lr=config.learning_rate), "Adafactor"
         case "sgd":
+            # Without momentum the coupled decay of torch is the decoupled one: p - lr (g + d p) = (1 - lr d) p - lr g.
             return torch.optim.SGD(groups, lr=config.learning_rate), "SGD without momentum"
 
 

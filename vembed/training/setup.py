@@ -21,7 +21,8 @@ from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.dataset import open_eval_data
-from vembed.families.decisions import describe
+from vembed.evaluation.scores import check_metric
+from vembed.families.decisions import describe, without_effect
 from vembed.families.description import ModelDescription
 from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
@@ -78,12 +79,16 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     return RunData(examples, evaluation, batch_schedule, config.gradient_accumulation_steps, total_steps)
 
 
-def build_parts(config: TrainConfig, examples: ExampleStore, session: Session) -> RunModel:
+def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunModel:
     """Build model, loss and optimizer, with weights replicated or sharded. Collective."""
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.deterministic)
     description = describe(config)
     log.info("model: %s", description.summary())
+    for line in without_effect(config, description):
+        log.info("%s", line)
+    if data.evaluation is not None:
+        check_metric(config, data.evaluation, description)
     featuriser = Featuriser(description)
     embedder = build_model(
         config,
@@ -94,7 +99,7 @@ def build_parts(config: TrainConfig, examples: ExampleStore, session: Session) -
         recompute=session.placement.run.recomputation.value,
         meta=session.builds_empty,
     )
-    start_head(config, embedder, featuriser, examples, session)
+    start_head(config, embedder, featuriser, data.examples, session)
     # Asked before `prepare`: it changes parameters and wraps modules, and rank 0 still holds the whole model.
     frozen, image_bytes, packs = embedder.frozen_modalities(), embedder.bytes_of_frozen_images(), embedder.packs_texts()
     stores = open_stores(config, session, embedder)

@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vembed.distributed import collectives
 from vembed.errors import UserError
+from vembed.models.names import plain_name
 
 _OPTIMIZER = "optimizer."
 _HOOKS = "hooks."
-_WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 _OWN = re.compile(r"\.rank\d+of\d+$")
 MAX_NAMED = 3
@@ -133,7 +133,7 @@ def restore(
     elif optimizer is not None:
         # The tensors above were the live ones. Numbers are still to be restored, and state that the checkpoint lacks
         # (created by the step above) is dropped.
-        live = {_WRAPPERS.sub("", name): parameter for name, parameter in model_and_loss.named_parameters()}
+        live = {plain_name(name): parameter for name, parameter in model_and_loss.named_parameters()}
         _put_numbers(leaves, {name: optimizer.state[live[name]] for name in state})
         for name, parameter in live.items():
             if name not in state:
@@ -150,9 +150,7 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
 def _weights(model_and_loss: ModelAndLoss) -> dict[str, Any]:
     """Return trained parameters and buffers. Extra state entries of quantised frozen layers are left out."""
     frozen = {
-        _WRAPPERS.sub("", name) + "."
-        for name, parameter in model_and_loss.named_parameters()
-        if not parameter.requires_grad
+        plain_name(name) + "." for name, parameter in model_and_loss.named_parameters() if not parameter.requires_grad
     }
     weights = get_model_state_dict(model_and_loss, options=_TRAINED)
     return {name: value for name, value in weights.items() if not any(name.startswith(start) for start in frozen)}

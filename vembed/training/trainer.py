@@ -84,7 +84,7 @@ class Trainer:
         # Before the model is built, which may take minutes.
         identity = {"data": self.data.examples.fingerprint, "global_batch_size": self.data.examples_per_step}
         self.checkpointer.check(resume_from, identity)
-        self.parts = parts = build_parts(config, self.data.examples, session)
+        self.parts = parts = build_parts(config, self.data, session)
         self.schedule = Schedule(config, self.data.total_steps, self.data.examples_per_step)
         log_parameter_summary(parts.model)
         own = [

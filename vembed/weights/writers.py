@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from vembed.distributed.parameters import plain_name
 from vembed.errors import UserError
 from vembed.families.backbones import layers_of
 from vembed.families.description import ModelDescription
+from vembed.models.names import plain_name
 from vembed.models.towers import tower_module
 
 _LAST = re.compile(r"(^|\.)(o_proj|out_proj|out_lin|down_proj|output\.dense|fc2|lin2|c_proj|dense_4h_to_h|[Ww]o|o)$")
@@ -36,14 +36,14 @@ def writers_of(model: nn.Module, backbone: nn.Module, description: ModelDescript
     if "text" not in description.traits.towers:
         raise UserError(f"{description.name} has no text tower, and directions are taken out of text towers")
     tower: Any = tower_module(backbone, description.traits, "text")
-    names = {id(module): plain_name(f"{name}.")[:-1] for name, module in model.named_modules()}
+    names = {id(module): plain_name(name) for name, module in model.named_modules()}
     embeddings = tower.get_input_embeddings()
     found = [Writer(names[id(embeddings)], 0, by_rows=True, has_bias=False)]
     for number, layer in enumerate(layers_of(tower), start=1):
         written = [
             Writer(names[id(module)], number, by_rows=isinstance(module, Conv1D), has_bias=module.bias is not None)
             for name, module in layer.named_modules()
-            if isinstance(module, nn.Linear | Conv1D) and _LAST.search(plain_name(f"{name}.")[:-1])
+            if isinstance(module, nn.Linear | Conv1D) and _LAST.search(plain_name(name))
         ]
         if not written:
             raise UserError(
