@@ -333,7 +333,12 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
         sys.stdout.write(train_help())
         return 0
     arguments = parse_train_arguments(words)
+    from vembed.stages.run import road_of_arguments, run_stages
     from vembed.tools.train import run_train
+
+    road = road_of_arguments(arguments)
+    if road is not None:
+        return run_stages(road, arguments, run_process, starts_processes=starts_processes)
 
     return run_train(arguments, starts_processes=starts_processes)
 

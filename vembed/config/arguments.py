@@ -21,7 +21,9 @@ COUNTED_OTHERWISE = frozenset({"effective_batch_size"})
 LAUNCH_FLAGS = {
     "config": ("FILE", "The config file, where it is not the first word."),
     "set": ("KEY=VALUE", "An option, as key=value alone."),
-    "stage": ("NAME", "Which of the config's training_stages to train."),
+    "stage": ("NAME", "Run this one of the config's stages alone. Without it all are run, in order."),
+    "from": ("NAME", "Run the stages from this one on."),
+    "until": ("NAME", "Run the stages up to this one."),
     "nproc": ("N", "Processes on this machine. Default: one per GPU, 1 without."),
     "num-machines": ("N", "Machines that take part; start the same command on each."),
     "machine-rank": ("R", "Number of this machine, from 0."),
@@ -45,6 +47,8 @@ class TrainArguments:
     overrides: tuple[str, ...] = ()
     """`key=value` pairs in the order of the command line."""
     stage: str | None = None
+    first_stage: str | None = None
+    last_stage: str | None = None
     machine_rank: int | None = None
     main_process_ip: str | None = None
     main_process_port: int | None = None
@@ -123,6 +127,8 @@ class _Parser:
             config=self.config,
             overrides=tuple(self.overrides),
             stage=self.launch.get("stage"),
+            first_stage=self.launch.get("from"),
+            last_stage=self.launch.get("until"),
             machine_rank=self._number("machine_rank"),
             main_process_ip=self.launch.get("main_process_ip"),
             main_process_port=self._number("main_process_port"),
@@ -141,7 +147,7 @@ class _Parser:
             self.overrides.append(pair)
         elif key == "config":
             self._take_config(value if has_value else self._value(word))
-        elif key in ("stage", "machine_rank", "main_process_ip", "main_process_port"):
+        elif key in ("stage", "from", "until", "machine_rank", "main_process_ip", "main_process_port"):
             self.launch[key] = value if has_value else self._value(word)
         else:
             self.overrides.append(f"{key}={value if has_value else self._option_value(key, word)}")

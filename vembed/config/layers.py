@@ -14,6 +14,8 @@ from vembed.config.options import checked, nearest, shown
 from vembed.config.parsing import Node, parse_value, read_tree, tree_of_mapping
 from vembed.config.schema import TrainConfig
 from vembed.config.spelling import from_text, normalise
+from vembed.config.stages import STAGES as ROAD
+from vembed.config.stages import training_blocks
 from vembed.errors import UserError
 
 COMMAND_LINE = "command line"
@@ -198,6 +200,10 @@ def source_layers(source: str | Path | Mapping[str, Any] | TrainConfig, stage: s
     else:
         tree, name = read_tree(Path(source)), str(source)
     keys: dict[str, Node] = dict(tree.value)
+    in_order = training_blocks(keys, name)
+    if in_order is not None:
+        keys.pop(ROAD)
+        keys[STAGES] = in_order
     stages = keys.pop(STAGES, None)
     if stages is None:
         if stage is not None:

@@ -1,0 +1,168 @@
+"""Stages of a config: the steps of `stages:` or `training_stages:` in order, and the block of each that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from vembed.config.parsing import Node, read_tree, tree_of_mapping
+from vembed.errors import UserError
+
+STAGES = "stages"
+TRAINING_STAGES = "training_stages"
+DEFAULT_ROOT = "output"
+MINED = "mined.jsonl"
+"""Where a mining step writes, in its folder."""
+
+Kind = Literal["train", "mine", "merge", "evaluate"]
+OTHER_KINDS: tuple[Kind, ...] = ("mine", "merge", "evaluate")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: a training stage, or a mining, a merge or an evaluation between stages."""
+
+    name: str
+    kind: Kind
+    block: dict[str, Node]
+    """Its options."""
+    start: str | None = None
+    """The step whose model it starts from, where that is not the last one before it that has a model."""
+
+    @property
+    def has_model(self) -> bool:
+        """Whether it leaves a model in `final/` of its folder."""
+        return self.kind in ("train", "merge")
+
+    def options(self) -> dict[str, Any]:
+        """Return the options without their lines."""
+        return {key: node.plain() for key, node in self.block.items()}
+
+
+@dataclass(frozen=True)
+class Road:
+    """The steps of a config in order."""
+
+    source: str
+    root: str
+    """Folder of the folders of all steps."""
+    steps: tuple[Step, ...] = field(default=())
+
+    def folder(self, name: str) -> Path:
+        """Return the folder of a step."""
+        for step in self.steps:
+            if step.name == name and "output_dir" in step.block:
+                return Path(str(step.block["output_dir"].plain()))
+        return Path(self.root, name)
+
+    def before(self, name: str) -> list[Step]:
+        """Return the steps before one."""
+        names = [step.name for step in self.steps]
+        return list(self.steps[: names.index(name)])
+
+    def model_before(self, name: str) -> Step | None:
+        """Return the step whose model one starts from; None: from the config's own."""
+        step = next(one for one in self.steps if one.name == name)
+        if step.start is not None:
+            return next(one for one in self.steps if one.name == step.start)
+        return next((one for one in reversed(self.before(name)) if one.has_model), None)
+
+    def mined_before(self, name: str) -> Step | None:
+        """Return the mining step whose data a training stage gets: the last one since the stage before."""
+        for step in reversed(self.before(name)):
+            if step.kind == "mine":
+                return step
+            if step.kind == "train":
+                return None
+        return None
+
+
+def read_road(source: str | Path | Mapping[str, Any], root: str | None = None) -> Road | None:
+    """Return the steps of a config file or dict; None where it has no stages. `root`: instead of its output_dir."""
+    if isinstance(source, Mapping):
+        tree, name = tree_of_mapping(source), "the config"
+    else:
+        tree, name = read_tree(Path(source)), str(source)
+    return road_of(dict(tree.value), name, root)
+
+
+def road_of(keys: Mapping[str, Node], name: str, root: str | None = None) -> Road | None:
+    """Return the steps of the keys of a config; None where it has no stages."""
+    if STAGES not in keys and TRAINING_STAGES not in keys:
+        return None
+    if STAGES in keys and TRAINING_STAGES in keys:
+        raise UserError(f"{name}: {STAGES} and {TRAINING_STAGES} are two lists of stages; keep one")
+    if root is None:
+        root = str(keys["output_dir"].plain()) if "output_dir" in keys else DEFAULT_ROOT
+    steps: list[Step] = []
+    for number, (given, block) in enumerate(_blocks(keys, name), start=1):
+        step = _step(given, block, number, name, [one.name for one in steps])
+        steps.append(step)
+    return Road(name, root, tuple(steps))
+
+
+def training_blocks(keys: Mapping[str, Node], name: str) -> Node | None:
+    """Return `stages:` as the mapping of blocks that `training_stages:` is: of the training stages alone, each with
+    what the steps before it give it. None where the config has no `stages:`."""
+    if STAGES not in keys:
+        return None
+    road = road_of(keys, name)
+    assert road is not None
+    blocks: dict[str, Node] = {}
+    for step in road.steps:
+        if step.kind != "train":
+            continue
+        block = dict(step.block)
+        before, mined = road.model_before(step.name), road.mined_before(step.name)
+        # A training stage right before is found by those who read the blocks, and named as the place of the model.
+        if before is not None and (step.start is not None or before.kind != "train"):
+            block.setdefault("model_name", Node(str(road.folder(before.name) / "final"), keys[STAGES].line))
+        if mined is not None:
+            block.setdefault("data_path", Node(str(road.folder(mined.name) / MINED), keys[STAGES].line))
+        blocks[step.name] = Node(block, keys[STAGES].line)
+    return Node(blocks, keys[STAGES].line)
+
+
+def _blocks(keys: Mapping[str, Node], name: str) -> list[tuple[str | None, dict[str, Node]]]:
+    """Return (name or None, options) of each step."""
+    node = keys.get(STAGES) or keys[TRAINING_STAGES]
+    if isinstance(node.value, dict):
+        for known, block in node.value.items():
+            if not isinstance(block.value, dict):
+                raise UserError(f"{name}, line {block.line}: stage {known} must hold options")
+        return [(known, dict(block.value)) for known, block in node.value.items()]
+    if not isinstance(node.value, list) or not node.value:
+        raise UserError(f"{name}, line {node.line}: {STAGES} must be a list of stages")
+    found: list[tuple[str | None, dict[str, Node]]] = []
+    for number, one in enumerate(node.value, start=1):
+        if not isinstance(one, dict):
+            raise UserError(f"{name}, line {node.line}: stage {number} of {STAGES} must hold options")
+        block = dict(tree_of_mapping(one).value)
+        given = block.pop("name", None)
+        found.append((None if given is None else str(given.plain()), block))
+    return found
+
+
+def _step(given: str | None, block: dict[str, Node], number: int, name: str, earlier: list[str]) -> Step:
+    kinds = [kind for kind in OTHER_KINDS if kind in block and (len(block) == 1 or "from" in block)]
+    kind: Kind = kinds[0] if kinds else "train"
+    step_name = given or (f"{kind}{number}" if kind == "train" else f"{kind}-{number}")
+    if step_name in earlier:
+        raise UserError(f"{name}: two stages are called {step_name}; give each a name of its own")
+    if "/" in step_name or step_name.startswith("."):
+        raise UserError(f"{name}: stage {step_name}: a name is that of a folder, without / and not beginning with .")
+    start = block.pop("from", None)
+    start_name = None if start is None else str(start.plain())
+    if start_name is not None and start_name not in earlier:
+        raise UserError(
+            f"{name}: stage {step_name} starts from {start_name}, and the stages before it are "
+            f"{', '.join(earlier) or 'none'}"
+        )
+    if kind != "train":
+        inner = block[kind]
+        if not isinstance(inner.value, dict):
+            raise UserError(f"{name}: stage {step_name}: {kind} must hold options")
+        block = dict(inner.value)
+    return Step(step_name, kind, block, start_name)

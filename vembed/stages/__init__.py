@@ -1,0 +1,1 @@
+"""Stages: the steps of one config, run in order, each once."""

@@ -1,0 +1,289 @@
+"""run_stages(): the steps of a config in order, each in a folder of its own; what is done stays done."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vembed.config.arguments import TrainArguments
+from vembed.config.loading import resolve_config
+from vembed.config.stages import MINED, Road, Step, read_road
+from vembed.errors import RunError, UserError
+from vembed.stages.fingerprint import of_options, of_training
+from vembed.stages.report import write_report
+from vembed.stages.requirements import check_requirements
+from vembed.tools.train import run_train
+
+STATE_FILE = "stage.json"
+"""In the folder of each step: its fingerprint, and whether it is done."""
+SCORES_FILE = "scores.json"
+
+Verb = Callable[[str, Sequence[str]], int]
+"""Runs `vembed VERB WORDS` in this process and returns its exit code."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Which steps of a road are run."""
+
+    only: str | None = None
+    first: str | None = None
+    last: str | None = None
+
+
+def road_of_arguments(arguments: TrainArguments) -> Road | None:
+    """Return the steps that these arguments ask for; None where it is one training: no stages, or one by name."""
+    if arguments.config is None:
+        return None
+    root = next((value for key, value in _pairs(arguments.overrides) if key == "output_dir"), None)
+    named = arguments.stage or next((value for key, value in _pairs(arguments.overrides) if key == "stage"), None)
+    road = read_road(arguments.config, root)
+    if road is None or (named is not None and _is_training(road, named)):
+        return None
+    return road
+
+
+def run_stages(
+    road: Road, arguments: TrainArguments, verb: Verb, env: Mapping[str, str] = os.environ, *, starts_processes: bool
+) -> int:
+    """Run the steps and return the exit code of the first that fails, or 0.
+
+    A step is skipped if it is done and nothing that it depends on has changed. A training that was stopped goes on
+    where it stood. Under a launcher all ranks run this; otherwise each training starts its own processes.
+    """
+    prints: dict[str, str] = {}
+    chosen = _chosen(road, Range(arguments.stage, arguments.first_stage, arguments.last_stage))
+    for step in road.steps:
+        stage = _Stage(road, step, arguments, verb, env, starts_processes)
+        prints[step.name] = stage.fingerprint(prints)
+        if step not in chosen:
+            continue
+        if arguments.is_dry_run:
+            sys.stdout.write(f"==== {step.name} ({step.kind}) in {stage.folder}\n")
+            code = stage.dry_run()
+        else:
+            code = stage.run(prints[step.name])
+        if code:
+            return code
+    if not arguments.is_dry_run and _is_main(env):
+        path = write_report(road, STATE_FILE)
+        _say(f"stages: all done; report: {path}", env)
+    return 0
+
+
+class _Stage:
+    """One step of a road, with what it takes to run it."""
+
+    def __init__(
+        self,
+        road: Road,
+        step: Step,
+        arguments: TrainArguments,
+        verb: Verb,
+        env: Mapping[str, str],
+        starts_processes: bool,
+    ) -> None:
+        self.road = road
+        self.step = step
+        self.folder = road.folder(step.name)
+        self.verb = verb
+        self.env = env
+        self.starts_processes = starts_processes
+        self.arguments = replace(
+            arguments, stage=step.name, first_stage=None, last_stage=None, overrides=self._overrides(arguments)
+        )
+
+    def fingerprint(self, known: Mapping[str, str]) -> str:
+        """Return what this step depends on. `known`: the fingerprints of the steps before it."""
+        before = self.road.model_before(self.step.name)
+        if self.step.kind != "train":
+            return of_options(self.step.options(), [known[one.name] for one in self.road.before(self.step.name)])
+        config = resolve_config(
+            self.arguments.source, self.arguments.overrides, stage=self.step.name, env=self.env
+        ).config
+        mined = self.road.mined_before(self.step.name)
+        start = None if before is None or "model_name" in self.step.block else known[before.name]
+        found = of_training(config, start, self._world_size(config.num_processes, config.num_machines))
+        # Mined data are made anew with the step that mines them; their file need not be there yet.
+        return found if mined is None else of_options({"training": found}, [known[mined.name]])
+
+    def run(self, fingerprint: str) -> int:
+        """Run the step unless it is done, and remember that it is."""
+        state = self._state()
+        if state.get("fingerprint") == fingerprint and state.get("state") == "done":
+            _say(f"stage {self.step.name}: done already (nothing that it depends on has changed)", self.env)
+            return 0
+        if state and state.get("fingerprint") != fingerprint and _is_main(self.env):
+            aside = _aside(self.folder)
+            self.folder.rename(aside)
+            _say(f"stage {self.step.name}: what it depends on has changed; the old one is now {aside}", self.env)
+        _say(f"stage {self.step.name}: {self.step.kind} in {self.folder}", self.env)
+        began = time.time()
+        self._write({"fingerprint": fingerprint, "state": "started", "kind": self.step.kind})
+        result: dict[str, Any] = {}
+        if self.step.kind == "train":
+            code = run_train(self.arguments, self.env, starts_processes=self.starts_processes)
+        else:
+            code, result = self._between()
+        if code == 0:
+            done = {"fingerprint": fingerprint, "state": "done", "kind": self.step.kind, **result}
+            self._write({**done, "seconds": round(time.time() - began, 1)})
+        return code
+
+    def dry_run(self) -> int:
+        """Print what would be done."""
+        if self.step.kind == "train":
+            return run_train(self.arguments, self.env, starts_processes=self.starts_processes)
+        verb, words = self._words()
+        sys.stdout.write(f"would run: vembed {verb} {' '.join(words)}\n")
+        return 0
+
+    # ---- steps between -------------------------------------------------------------------------------------------
+
+    def _between(self) -> tuple[int, dict[str, Any]]:
+        if self.step.kind == "merge" and _is_main(self.env) and (self.folder / "final").exists():
+            raise UserError(f"{self.folder / 'final'} exists already; remove it, or give the merge another name")
+        verb, words = self._words()
+        code = self.verb(verb, words)
+        if code or self.step.kind != "evaluate":
+            return code, {}
+        scores = json.loads((self.folder / SCORES_FILE).read_text(encoding="utf-8"))
+        required = self.step.options().get("require", {})
+        problem = check_requirements(scores, required)
+        if problem:
+            raise RunError(f"stage {self.step.name}: {problem}; the stages after it are not run")
+        return 0, {"scores": scores}
+
+    def _words(self) -> tuple[str, list[str]]:
+        """Return the verb of a step between, and its words."""
+        options = self.step.options()
+        model = self._model()
+        if self.step.kind == "mine":
+            options = {"model_name": model, **options, "output_path": str(self.folder / MINED)}
+            return "mine", [f"{key}={_word(value)}" for key, value in options.items() if value is not None]
+        if self.step.kind == "evaluate":
+            data, given = options.pop("data", None), options.pop("model", None)
+            options.pop("require", None)
+            if data is None:
+                raise UserError(f"stage {self.step.name}: evaluate needs data")
+            flags = _flags(options)
+            return "eval", [self._place(given) or str(model), data, "--json", str(self.folder / SCORES_FILE), *flags]
+        models = options.pop("models", None)
+        if models is None:
+            models = [one.name for one in self.road.before(self.step.name) if one.kind == "train"]
+        places = [self._run_or_model(one, "last" in options) for one in models]
+        return "merge", [*places, "--output", str(self.folder / "final"), *_flags(options)]
+
+    def _model(self) -> str | None:
+        before = self.road.model_before(self.step.name)
+        return None if before is None else str(self.road.folder(before.name) / "final")
+
+    def _place(self, name: str | None) -> str | None:
+        """Return the model of a stage by its name; any other name as it is."""
+        known = {one.name for one in self.road.before(self.step.name) if one.has_model}
+        return str(self.road.folder(name) / "final") if name in known else name
+
+    def _run_or_model(self, name: str, takes_run: bool) -> str:
+        place = self._place(name)
+        return str(self.road.folder(name)) if takes_run and place != name else str(place)
+
+    # ---- parts ---------------------------------------------------------------------------------------------------
+
+    def _overrides(self, arguments: TrainArguments) -> tuple[str, ...]:
+        """Return the overrides of a training: those of the command line, with a moved root divided among the stages."""
+        pairs = _pairs(arguments.overrides)
+        kept = [f"{key}={value}" for key, value in pairs if key not in ("output_dir", "stage")]
+        if any(key == "output_dir" for key, _ in pairs) and self.step.kind == "train":
+            before = self.road.model_before(self.step.name)
+            if before is not None and "model_name" not in self.step.block:
+                kept.append(f"model_name={self.road.folder(before.name) / 'final'}")
+            mined = self.road.mined_before(self.step.name)
+            if mined is not None and "data_path" not in self.step.block:
+                kept.append(f"data_path={self.road.folder(mined.name) / MINED}")
+            kept.append(f"output_dir={self.folder}")
+        if not any(key == "resume" for key, _ in pairs):
+            kept.append("resume=auto")  # a stage that was stopped goes on; its folder is of this very fingerprint
+        return tuple(kept)
+
+    def _world_size(self, num_processes: Any, num_machines: int) -> int:
+        if self.env.get("WORLD_SIZE"):
+            return int(self.env["WORLD_SIZE"])
+        return int(num_processes) * num_machines if num_processes != "auto" else 1
+
+    def _state(self) -> dict[str, Any]:
+        path = self.folder / STATE_FILE
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return state
+
+    def _write(self, state: Mapping[str, Any]) -> None:
+        if _is_main(self.env):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / STATE_FILE
+            partial = path.with_suffix(".part")
+            partial.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+            partial.replace(path)
+
+
+def _chosen(road: Road, asked: Range) -> list[Step]:
+    names = [step.name for step in road.steps]
+    for flag, name in (("--stage", asked.only), ("--from", asked.first), ("--until", asked.last)):
+        if name is not None and name not in names:
+            raise UserError(f"{flag} {name}: {road.source} has the stages {', '.join(names)}")
+    if asked.only is not None:
+        return [road.steps[names.index(asked.only)]]
+    first = names.index(asked.first) if asked.first else 0
+    last = names.index(asked.last) if asked.last else len(names) - 1
+    if first > last:
+        raise UserError(f"--from {asked.first} stands after --until {asked.last} in {road.source}")
+    return list(road.steps[first : last + 1])
+
+
+def _is_training(road: Road, name: str) -> bool:
+    return any(step.name == name and step.kind == "train" for step in road.steps) or name not in {
+        step.name for step in road.steps
+    }
+
+
+def _aside(folder: Path) -> Path:
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    return aside
+
+
+def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    return [(key, value) for key, _, value in (text.partition("=") for text in overrides)]
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    words: list[str] = []
+    for key, value in options.items():
+        flag = f"--{key.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words += [flag, _word(value)]
+    return words
+
+
+def _word(value: Any) -> str:
+    """Return a value as a word of the command line: lists of plain values with commas, the rest as JSON."""
+    if isinstance(value, list) and all(isinstance(one, int | float | str) for one in value):
+        return ",".join(map(str, value))
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _is_main(env: Mapping[str, str]) -> bool:
+    return env.get("RANK", "0") == "0"
+
+
+def _say(line: str, env: Mapping[str, str]) -> None:
+    if _is_main(env):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
