@@ -122,7 +122,7 @@ def test_the_weights_are_those_of_the_formula(model, files, tmp_path):
 
 def _edit_on_a_rank(model, files, output, version):
     options = {} if version is None else {"strategy": "fsdp", "fsdp_version": version}
-    config = TrainConfig(model_name=model, data_path=[], mixed_precision="no", **options)
+    config = TrainConfig(model_name=model, data_path="unused", mixed_precision="no", **options)
     with start_session(config) as session:
         result = edit(model, output, *files, where="both", direction="principal", components=2, session=session)
         return session.strategy, result.after

@@ -108,7 +108,7 @@ def test_a_soup_is_never_below_its_best_member(tmp_path):
 
 
 def _soup_on_a_rank(members, data, output):
-    config = TrainConfig(model_name=members[0], data_path=[], strategy="ddp")
+    config = TrainConfig(model_name=members[0], data_path="unused", strategy="ddp")
     with start_session(config) as session:
         return merge(members, output, "soup", data=data, session=session).score
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.arguments import TrainArguments
-from vembed.config.loading import resolve_config
+from vembed.config.loading import resolve_run
 from vembed.config.stages import MINED, Road, Step, read_road
 from vembed.errors import RunError, UserError
 from vembed.stages.fingerprint import of_options, of_training
@@ -23,6 +23,8 @@ from vembed.tools.train import run_train
 STATE_FILE = "stage.json"
 """In the folder of each step: its fingerprint, and whether it is done."""
 SCORES_FILE = "scores.json"
+SHARED_WITHIN = 60.0
+"""Seconds after which every process must see what rank 0 has written."""
 
 Verb = Callable[[str, Sequence[str]], int]
 """Runs `vembed VERB WORDS` in this process and returns its exit code."""
@@ -104,9 +106,7 @@ class _Stage:
         before = self.road.model_before(self.step.name)
         if self.step.kind != "train":
             return of_options(self.step.options(), [known[one.name] for one in self.road.before(self.step.name)])
-        config = resolve_config(
-            self.arguments.source, self.arguments.overrides, stage=self.step.name, env=self.env
-        ).config
+        config = resolve_run(self.arguments.source, self.arguments.overrides, stage=self.step.name, env=self.env).config
         mined = self.road.mined_before(self.step.name)
         start = None if before is None or "model_name" in self.step.block else known[before.name]
         found = of_training(config, start, self._world_size(config.num_processes, config.num_machines))
@@ -126,6 +126,7 @@ class _Stage:
         _say(f"stage {self.step.name}: {self.step.kind} in {self.folder}", self.env)
         began = time.time()
         self._write({"fingerprint": fingerprint, "state": "started", "kind": self.step.kind})
+        self._wait_for_rank_0(fingerprint)
         result: dict[str, Any] = {}
         if self.step.kind == "train":
             code = run_train(self.arguments, self.env, starts_processes=self.starts_processes)
@@ -198,9 +199,11 @@ class _Stage:
     def _overrides(self, arguments: TrainArguments) -> tuple[str, ...]:
         """Return the overrides of a training: those of the command line, with a moved root divided among the stages."""
         pairs = _pairs(arguments.overrides)
-        kept = [f"{key}={value}" for key, value in pairs if key not in ("output_dir", "stage")]
+        before = self.road.model_before(self.step.name)
+        # A model that the command line names is the one that the first stage starts from.
+        left = ("output_dir", "stage") if before is None else ("output_dir", "stage", "model_name")
+        kept = [f"{key}={value}" for key, value in pairs if key not in left]
         if any(key == "output_dir" for key, _ in pairs) and self.step.kind == "train":
-            before = self.road.model_before(self.step.name)
             if before is not None and "model_name" not in self.step.block:
                 kept.append(f"model_name={self.road.folder(before.name) / 'final'}")
             mined = self.road.mined_before(self.step.name)
@@ -215,6 +218,17 @@ class _Stage:
         if self.env.get("WORLD_SIZE"):
             return int(self.env["WORLD_SIZE"])
         return int(num_processes) * num_machines if num_processes != "auto" else 1
+
+    def _wait_for_rank_0(self, fingerprint: str) -> None:
+        """Nobody may write into the folder before rank 0 has moved an old one away."""
+        deadline = time.monotonic() + SHARED_WITHIN
+        while self._state().get("fingerprint") != fingerprint:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"output_dir: {self.folder} is not the same folder for all processes; give one on a file system "
+                    "that all machines share"
+                )
+            time.sleep(0.05)
 
     def _state(self) -> dict[str, Any]:
         path = self.folder / STATE_FILE

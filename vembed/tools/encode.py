@@ -127,7 +127,7 @@ def session_config(model: str, strategy: Literal["auto", "ddp", "fsdp"], *, trus
     """The config of a session that uses a model and does not train it: copies or shards, in the dtype of its file."""
     return TrainConfig(
         model_name=model,
-        data_path=[],
+        data_path="unused",
         strategy=strategy,
         mixed_precision="no",
         trust_remote_code=trust_remote_code,

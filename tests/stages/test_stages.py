@@ -1,0 +1,240 @@
+"""`stages:` from the command: the steps in order, each once, resumed in the middle, with steps between."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import vembed
+from tests.tiny import shared, tiny_bert, tiny_bert_st
+from tests.weights.variants import pairs
+from vembed.cli import run_process
+from vembed.config.stages import read_road
+from vembed.errors import UserError
+from vembed.stages.requirements import check_requirements
+
+COMMON = {"batch_size": 4, "max_steps": 2, "report_to": "none", "strategy": "single", "save_steps": 1}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    pairs(tmp_path / "train.jsonl", 24)
+    pairs(tmp_path / "val.jsonl", 8)
+    return tmp_path
+
+
+def written(stages, **options):
+    config = {"model_name": str(shared(tiny_bert_st)), "data_path": "train.jsonl", **COMMON, **options}
+    Path("cfg.yaml").write_text(yaml.safe_dump({**config, "stages": stages}, sort_keys=False))
+
+
+def train(*words):
+    return run_process("train", ["cfg.yaml", *words])
+
+
+def states():
+    found = {path.parent.name: json.loads(path.read_text()) for path in Path("output").glob("*/stage.json")}
+    return {name: state["state"] for name, state in found.items()}
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+# ---- the list --------------------------------------------------------------------------------------------------
+
+
+def test_steps_of_a_list_and_where_each_starts():
+    road = read_road(
+        {
+            "output_dir": "out",
+            "stages": [
+                {"name": "broad", "epochs": 1},
+                {"name": "sharp", "from": "broad", "mine": {"num_negatives": 4}},
+                {"name": "hard", "learning_rate": 1e-5},
+                {"name": "soup", "merge": {"models": ["broad", "hard"]}},
+                {"evaluate": {"data": "val.jsonl"}},
+                {"name": "last", "from": "broad"},
+            ],
+        }
+    )
+    assert [(step.name, step.kind) for step in road.steps] == [
+        ("broad", "train"), ("sharp", "mine"), ("hard", "train"), ("soup", "merge"), ("evaluate-5", "evaluate"),
+        ("last", "train"),
+    ]  # fmt: skip
+    assert road.model_before("broad") is None
+    assert road.model_before("hard").name == "broad"
+    assert road.mined_before("hard").name == "sharp"
+    assert road.model_before("evaluate-5").name == "soup"
+    assert road.model_before("last").name == "broad"
+    assert road.mined_before("last") is None
+    assert str(road.folder("soup")) == "out/soup"
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([{"name": "a"}, {"name": "a"}], "two stages are called a"),
+        ([{"name": "a", "from": "b"}], "starts from b, and the stages before it are none"),
+        ([{"name": "a/b"}], "a name is that of a folder"),
+        (["a"], "stage 1 of stages must hold options"),
+        ([{"evaluate": 3}], "evaluate must hold options"),
+        ([], "must be a list of stages"),
+    ],
+)
+def test_mistakes_in_the_list(stages, message):
+    with pytest.raises(UserError, match=message):
+        read_road({"stages": stages})
+
+
+def test_conditions():
+    scores = {"ndcg@10": 0.58}
+    assert check_requirements(scores, {"nDCG@10": ">= 0.5"}) is None
+    assert check_requirements(scores, {"nDCG@10": 0.60}) == "nDCG@10 is 0.5800, and >= 0.6 is required"
+    assert check_requirements(scores, {"ndcg@10": "< 0.5"}) == "ndcg@10 is 0.5800, and < 0.5 is required"
+    for required, message in (({"ndcg@10": "about 1"}, "no condition"), ({"map": 1}, "not among what is measured")):
+        with pytest.raises(UserError, match=message):
+            check_requirements(scores, required)
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------
+
+
+def test_stages_run_once_in_order_and_again_where_something_changed_C20(place, capsys):
+    stages = [
+        {"name": "broad"},
+        {"name": "sharp", "learning_rate": 1e-3, "mixed_precision": "no"},
+        {"name": "mix", "merge": {"models": ["broad", "sharp"], "method": "slerp"}},
+        {"name": "check", "evaluate": {"data": "val.jsonl", "require": {"nDCG@10": ">= 0.0"}}},
+    ]
+    written(stages)
+    assert train() == 0
+    assert states() == dict.fromkeys(("broad", "sharp", "mix", "check"), "done")
+    config = vembed.load_config("output/sharp/config.yaml")
+    assert config.model_name == "output/broad/final"
+    assert json.loads(Path("output/mix/final/merge.json").read_text())["models"] == [
+        "output/broad/final", "output/sharp/final",
+    ]  # fmt: skip
+    report = Path("output/stages.md").read_text()
+    assert "| check | evaluate | done |" in report
+    assert "ndcg@10" in report
+    times = {path: path.stat().st_mtime_ns for path in Path("output").rglob("model.safetensors")}
+    capsys.readouterr()
+    assert train() == 0
+    assert capsys.readouterr().err.count("done already") == 4
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    stages[1]["learning_rate"] = 2e-3
+    written(stages)
+    assert train() == 0
+    told = capsys.readouterr().err
+    assert told.count("done already") == 1
+    assert Path("output/sharp.old-1/final").is_dir()
+    assert (
+        Path("output/broad/final/model.safetensors").stat().st_mtime_ns
+        == times[Path("output/broad/final/model.safetensors")]
+    )
+    pairs(place / "train.jsonl", 20)  # other data: everything anew
+    assert train("--until", "broad") == 0
+    assert Path("output/broad.old-1").is_dir()
+    assert "done already" not in capsys.readouterr().err
+
+
+def test_a_run_that_falls_short_stops_there_and_says_so(place, capsys):
+    check = {"name": "check", "evaluate": {"data": "val.jsonl", "require": {"nDCG@10": "> 1.0"}}}
+    written([{"name": "broad"}, check, {"name": "sharp"}])
+    assert train() == 1
+    assert "stage check: nDCG@10 is" in (told := capsys.readouterr().err)
+    assert "> 1 is required; the stages after it are not run" in told
+    assert states() == {"broad": "done", "check": "started"}
+
+
+def test_parts_of_the_list_and_a_dry_run(place, capsys):
+    written([{"name": "broad"}, {"merge": {"models": ["broad"], "base": "b", "interpolate": 0.5}}, {"name": "sharp"}])
+    assert train("--dry-run") == 0
+    told = capsys.readouterr().out
+    assert told.index("==== broad (train)") < told.index("would run: vembed merge") < told.index("==== sharp (train)")
+    assert "model_name: output/merge-2/final" in told
+    assert not Path("output").exists()
+    assert train("--stage", "broad", "output_dir=one") == 0
+    assert Path("one/final").is_dir()
+    assert train("--from", "broad", "--until", "broad", "output_dir=two") == 0
+    assert Path("two/broad/final").is_dir()
+    assert train("--from", "sharp", "--until", "broad") == 2
+    assert "stands after --until" in capsys.readouterr().err
+    assert train("--until", "nowhere") == 2
+    assert "has the stages broad, merge-2, sharp" in capsys.readouterr().err
+
+
+# ---- the guide's file, killed and resumed ----------------------------------------------------------------------
+
+GUIDE = """\
+model_name: {model}
+data_path: train.jsonl
+output_dir: {output}
+global_batch_size: 4
+max_steps: 6
+save_steps: 1
+report_to: none
+training_stages:
+  stage1:
+    distributed:
+      strategy: "fsdp"
+      num_nodes: 1
+      devices: 8
+      sync_batchnorm: false
+      fsdp:
+        enabled: true
+        cpu_offload: false
+        sharding_strategy: "FULL_SHARD"
+        backward_prefetch: "BACKWARD_PRE"
+        forward_prefetch: false
+        limit_all_gathers: true
+        activation_checkpointing: true
+        use_orig_params: false
+  stage2:
+    learning_rate: 1.0e-4
+    distributed:
+      strategy: "ddp"
+      devices: 8
+      num_nodes: 1
+      sync_batchnorm: true
+"""
+
+
+def guide(output):
+    Path(f"{output}.yaml").write_text(GUIDE.format(model=shared(tiny_bert), output=output))
+    return [sys.executable, "-m", "vembed", "train", f"{output}.yaml"]
+
+
+def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one_C01_C20(place):
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    whole = subprocess.run([*guide("whole"), "devices=2"], env=env, capture_output=True, text=True, check=False)
+    assert whole.returncode == 0, whole.stderr
+    started = subprocess.Popen(
+        [*guide("cut"), "devices=2"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    metrics, deadline = Path("cut/stage2/metrics.jsonl"), time.monotonic() + 80
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    started.send_signal(signal.SIGTERM)
+    assert started.wait(60) in (0, 143)
+    rest = subprocess.run([*guide("cut"), "devices=1"], env=env, capture_output=True, text=True, check=False)
+    assert rest.returncode == 0, rest.stderr
+    assert "stage stage1: done already" in rest.stderr
+    for stage in ("stage1", "stage2"):
+        found, expected = losses(f"cut/{stage}"), losses(f"whole/{stage}")
+        assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert vembed.load_config("cut/stage1/config.yaml").strategy == "fsdp"
+    assert vembed.load_config("cut/stage2/config.yaml").model_name == "cut/stage1/final"
