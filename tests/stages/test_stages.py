@@ -217,6 +217,7 @@ def guide(output):
     return [sys.executable, "-m", "vembed", "train", f"{output}.yaml"]
 
 
+@pytest.mark.timeout(300)
 def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one_C01_C20(place):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     whole = subprocess.run([*guide("whole"), "devices=2"], env=env, capture_output=True, text=True, check=False)
