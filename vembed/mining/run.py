@@ -89,7 +89,9 @@ def mine(
     began = time.monotonic()
     with ExitStack() as stack:
         if session is None:
-            session = stack.enter_context(start_session(TrainConfig(model_name="unused", data_path="unused", strategy="ddp")))
+            session = stack.enter_context(
+                start_session(TrainConfig(model_name="unused", data_path="unused", strategy="ddp"))
+            )
         tell: Say = (say or log.info) if session.is_main else _nothing
         inputs = read_inputs(config)
         for line in inputs.summary():
