@@ -114,7 +114,7 @@ def test_similarities_of_pairs_in_the_order_of_the_file(records, tmp_path, capsy
 def test_a_target_that_cannot_be_written_is_said_first(records, tmp_path):
     with pytest.raises(UserError, match=r"writes \.npy, \.jsonl"):
         run_score("no model", str(records), str(tmp_path / "out.csv"))
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         run_score("no model", str(records), str(tmp_path / "nowhere" / "out.npy"))
 
 

@@ -41,7 +41,7 @@ def run_evaluate(
     console = console or Console()
     if json_file is not None and not Path(json_file).absolute().parent.is_dir():
         raise UserError(
-            f"{Path(json_file).absolute().parent} is no folder, so {Path(json_file).name} cannot be written"
+            f"{Path(json_file).absolute().parent} is not a folder, so {Path(json_file).name} cannot be written"
         )
     with start_session(session_config(model, strategy, trust_remote_code=trust_remote_code)) as session:
         scores = evaluate(

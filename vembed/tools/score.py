@@ -38,7 +38,7 @@ def run_score(
     if output != "-" and Path(output).suffix not in (".npy", ".jsonl"):
         raise UserError(f"{output}: vembed score writes .npy, .jsonl, or to standard output (-)")
     if output != "-" and not Path(output).absolute().parent.is_dir():
-        raise UserError(f"{Path(output).absolute().parent} is no folder, so {Path(output).name} cannot be written")
+        raise UserError(f"{Path(output).absolute().parent} is not a folder, so {Path(output).name} cannot be written")
     store = open_examples(
         TrainConfig(model_name=model, data_path=pairs, column_mapping=column_mapping, image_root=image_root), pairs
     )

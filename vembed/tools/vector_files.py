@@ -22,7 +22,7 @@ def check_target(output: str) -> Path:
     if target.suffix not in (".npy", ".parquet"):
         raise UserError(f"{output} ends in {target.suffix or 'nothing'}, and vembed encode writes .npy and .parquet")
     if not target.absolute().parent.is_dir():
-        raise UserError(f"{target.absolute().parent} is no folder, so {target.name} cannot be written there")
+        raise UserError(f"{target.absolute().parent} is not a folder, so {target.name} cannot be written there")
     return target
 
 
