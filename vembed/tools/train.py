@@ -139,8 +139,17 @@ def _rank_info(arguments: TrainArguments, config: TrainConfig, env: Mapping[str,
     """Return the rank info of this process if a launcher has started it; None if vembed is to start the processes."""
     if all(env.get(name) for name in GROUP):
         return read_rank_info(env)
-    if "ACCELERATE_MIXED_PRECISION" in env and not env.get("WORLD_SIZE"):
-        return RankInfo()  # `accelerate launch` has chosen one process; it sets no rank then
+    # `accelerate launch` sets no rank for the one process that it starts without GPUs, however many were asked for.
+    if "ACCELERATE_MIXED_PRECISION" in env and not any(env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
+        if not env.get("MASTER_ADDR"):
+            return RankInfo()
+        if config.num_processes == "auto":
+            raise UserError(
+                f"accelerate launch was asked for several processes (MASTER_ADDR={env['MASTER_ADDR']} is set), but "
+                "without GPUs it starts one, without a RANK: add --nproc N to the words after the script, or run "
+                "`vembed train CONFIG --nproc N` or `torchrun --nproc_per_node N vembed/entrypoints/train.py CONFIG`"
+            )
+        return None
     asked = arguments.machine_rank is not None or arguments.main_process_ip is not None or config.num_machines > 1
     # Cluster systems set some of these variables per machine with other meanings, so explicit flags are required.
     if asked or env.get("WORLD_SIZE", "1") == "1":
