@@ -353,6 +353,31 @@ def test_between_machines_gloo_takes_the_interface_that_leads_to_machine_0() -> 
         assert found == (loopback, None, said)
 
 
+def started_by_hand(folder: str, per_machine: int) -> tuple[list[str], list[int] | None]:
+    """The five variables that docs/multi-node.md names, on machines that have `per_machine` processes each."""
+    machine, local = divmod(int(os.environ["RANK"]), per_machine)
+    del os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["LOCAL_RANK"] = str(local)
+    session.machine_name = lambda: f"machine {machine}"
+    lines = listen()
+    with session.start_session(config_of(folder, use_fsdp=True, fsdp_sharding_strategy="HYBRID_SHARD")) as one:
+        mesh = one.accelerator.torch_device_mesh
+        said = [line.partition(";")[0] for line in lines if line.startswith(("processes: ", "network: ", "HYBRID"))]
+        return said, None if mesh is None else list(mesh.shape)
+
+
+def test_processes_started_by_hand_count_those_of_their_machine() -> None:
+    folder, loopback = str(shared(tiny_bert)), interface_to("127.0.0.1", 29500)
+    network = f"network: interface {loopback} (it leads to 127.0.0.1"
+    found = run_ranks(started_by_hand, 4, folder, 2, process_group=False)
+    assert found == [([network, "processes: 4, 2 of them on this machine"], [2, 2])] * 4
+    same = "HYBRID_SHARD: with 1 machine(s) of 2 process(es) it is the same as FULL_SHARD"
+    for said, _ in run_ranks(started_by_hand, 2, folder, 2, process_group=False):
+        assert said == ["processes: 2, 2 of them on this machine", same]
+    for outcome in rank_outcomes(started_by_hand, 3, folder, 2, process_group=False)[:2]:
+        assert "HYBRID_SHARD needs equally many processes on every machine, but 2 of 3 are on this" in str(outcome.error)
+
+
 def test_machines_that_cannot_reach_each_other_are_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (GROUP | {"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth7"}).items():
         monkeypatch.setenv(name, value)

@@ -22,6 +22,8 @@ class RankInfo:
     local_world_size: int = 1
     launched: bool = False
     """True if a launcher has set the variables; False for a plain process."""
+    is_counted: bool = True
+    """False if nobody has said how many processes run on this machine; `local_world_size` then is that of all."""
 
 
 def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
@@ -44,8 +46,10 @@ def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
     if local_rank < 0:
         raise UserError(f"LOCAL_RANK={local_rank} must be the number of the process on its machine, from 0.")
     _whole_number(env, "MASTER_PORT")
-    local_world_size = _whole_number(env, "LOCAL_WORLD_SIZE") if env.get("LOCAL_WORLD_SIZE") else world_size
-    return RankInfo(rank, world_size, local_rank, min(local_world_size, world_size), launched=True)
+    if not env.get("LOCAL_WORLD_SIZE"):
+        return RankInfo(rank, world_size, local_rank, world_size, launched=True, is_counted=world_size == 1)
+    local_world_size = min(_whole_number(env, "LOCAL_WORLD_SIZE"), world_size)
+    return RankInfo(rank, world_size, local_rank, local_world_size, launched=True)
 
 
 def _whole_number(env: Mapping[str, str], name: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from pathlib import Path
 
 import psutil
 
@@ -38,6 +39,15 @@ def is_loopback_by_name(host: str) -> bool:
     except OSError:
         return False
     return all(_is_loopback(str(entry[4][0])) for entry in found)
+
+
+def machine_name() -> str:
+    """Return a name that processes share if and only if they run on one machine: the host's name and its boot.
+
+    Two machines may have the same name (localhost), and containers of one machine the same boot.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def _own_addresses(address: str, port: int) -> list[str]:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -26,7 +27,7 @@ from vembed.distributed.devices import choose_device, enable_expandable_segments
 from vembed.distributed.environment import RankInfo, read_rank_info
 from vembed.distributed.estimate import GIB
 from vembed.distributed.memory import keep_freed_memory
-from vembed.distributed.network import default_interface, interface_to, is_loopback_by_name
+from vembed.distributed.network import default_interface, interface_to, is_loopback_by_name, machine_name
 from vembed.distributed.placement import Placement, memory_of_a_process, place
 from vembed.errors import UserError
 
@@ -199,7 +200,7 @@ def start_session(source: ResolvedRun | TrainConfig) -> Session:
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
             dist.set_debug_level_from_env()  # type: ignore[attr-defined]
         if rank_info.world_size > 1:
-            _join(run, rank_info, device)
+            rank_info = _join(run, rank_info, device)
         # Machines may differ in memory, and all ranks must decide the same: the least of all counts.
         memory = -collectives.max_ints([-memory_of_a_process(rank_info, device)])[0]
         placement = place(run, rank_info, device, memory)
@@ -229,18 +230,23 @@ def _log_placement(placement: Placement) -> None:
             log.info("%s", line)
 
 
-def _join(run: ResolvedRun, rank_info: RankInfo, device: torch.device) -> None:
-    """Start the process group unless there is one. With GPUs it also gets a gloo backend for CPU tensors."""
+def _join(run: ResolvedRun, rank_info: RankInfo, device: torch.device) -> RankInfo:
+    """Start the process group unless there is one, and return the rank info with its processes per machine.
+
+    With GPUs the group also gets a gloo backend for CPU tensors.
+    """
     if dist.is_initialized():
-        return
+        return rank_info
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = rank_info.world_size == 1  # no other process, so no address is needed
-    if rank_info.world_size > rank_info.local_world_size:
-        _choose_interface()
     minutes = run.timeout_minutes.value
     timeout = timedelta(minutes=minutes)
     try:
         store = dist.HashStore() if alone else _meeting_point(timeout)  # type: ignore[attr-defined]
+        if not rank_info.is_counted:
+            rank_info = _count_on_this_machine(rank_info, store)
+        if rank_info.world_size > rank_info.local_world_size:
+            _choose_interface()  # read by gloo when the group starts
         dist.init_process_group(
             backend,
             timeout=timeout,
@@ -270,6 +276,15 @@ def _join(run: ResolvedRun, rank_info: RankInfo, device: torch.device) -> None:
         rank_info.world_size, rank_info.local_world_size, backend, "GPUs" if device.type == "cuda" else "no GPU",
         minutes,
     )  # fmt: skip
+    return rank_info
+
+
+def _count_on_this_machine(rank_info: RankInfo, store: dist.Store) -> RankInfo:
+    """Count the processes that name the same machine: started by hand, they have no LOCAL_WORLD_SIZE."""
+    store.set(f"machine-{rank_info.rank}", machine_name())
+    names = [store.get(f"machine-{rank}") for rank in range(rank_info.world_size)]  # each waits for its rank
+    count = names.count(names[rank_info.rank])
+    return replace(rank_info, local_world_size=count, is_counted=True)
 
 
 def _meeting_point(timeout: timedelta) -> PrefixStore:
@@ -325,6 +340,11 @@ def _make_accelerator(placement: Placement) -> Accelerator:
         sharding.turn_on_fsdp(accelerator, plugin, placement.device)
     else:
         accelerator = Accelerator(mixed_precision="no", fsdp_plugin=plugin)
+    if fsdp.sharding_strategy == "HYBRID_SHARD" and rank_info.world_size % rank_info.local_world_size:
+        raise UserError(
+            f"HYBRID_SHARD needs equally many processes on every machine, but {rank_info.local_world_size} of "
+            f"{rank_info.world_size} are on this one: start as many on each, or use FULL_SHARD."
+        )
     if placement.is_hybrid and fsdp.version == 2:
         sharding.use_hybrid_mesh(accelerator, placement.num_machines, rank_info.local_world_size)
     elif fsdp.sharding_strategy == "HYBRID_SHARD" and not placement.is_hybrid:
