@@ -375,7 +375,7 @@ def test_processes_started_by_hand_count_those_of_their_machine() -> None:
     for said, _ in run_ranks(started_by_hand, 2, folder, 2, process_group=False):
         assert said == ["processes: 2, 2 of them on this machine", same]
     for outcome in rank_outcomes(started_by_hand, 3, folder, 2, process_group=False)[:2]:
-        assert "HYBRID_SHARD needs equally many processes on every machine, but 2 of 3 are on this" in str(outcome.error)
+        assert "equally many processes on every machine, but 2 of 3 are on this one" in str(outcome.error)
 
 
 def test_machines_that_cannot_reach_each_other_are_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

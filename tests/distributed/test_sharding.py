@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -77,6 +78,24 @@ def test_gradient_is_that_of_one_process_A23_B01_C08_C24_D38(name: str) -> None:
     for result in results:
         for kind, size in whole.bytes.items():
             assert result.bytes[kind] == pytest.approx(size / shards, rel=0.1), kind
+
+
+def units_by_size(folder: str, size: int) -> tuple[Result, list[str]]:
+    options = {"use_fsdp": True, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": size}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run_case(folder, options, {})
+    return result, [str(one.message) for one in caught if "returned a view tensor" in str(one.message)]
+
+
+def test_units_by_size_are_no_bare_linear_layers_and_return_no_views() -> None:
+    folder = str(shared(tiny_qwen3))  # its feed-forward blocks end in a linear layer, whose output is a view
+    found = run_ranks(units_by_size, 2, folder, 2000, process_group=False)
+    assert [warned for _, warned in found] == [[], []]
+    (units,) = (line for line in found[0][0].lines if line.startswith("FSDP2: "))
+    assert "Qwen3MLP" in units and "Linear" not in units
+    whole = whole_step(config_of(folder, gradient_checkpointing=False), 2)
+    check_against_one_process([result for result, _ in found], whole)
 
 
 def reduction(folder: str, limit: float) -> tuple[bool, list[str]]:

@@ -153,6 +153,7 @@ def _shard_by_fsdp2(
     # Accelerate chooses modules by class only, so embeddings and large modules are wrapped before, by the same call.
     # `units` lists inner modules first: fully_shard must see a child before its parent.
     for unit in units:
+        unit.register_forward_hook(_without_views)  # before FSDP's own hook, which warns about views
         if type(unit).__name__ not in (plugin.transformer_cls_names_to_wrap or ()):
             fully_shard(
                 unit,
@@ -182,6 +183,16 @@ def _shard_by_fsdp2(
         for unit, following in itertools.pairwise(wrapped):
             unit.set_modules_to_forward_prefetch([following])
     return model
+
+
+def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """Copy outputs that are views, as of a block that ends in a linear layer (T5's, for example).
+
+    An operation in place on a view would drop FSDP2's hook, and with it the gathering of parameters for the backward.
+    """
+    if isinstance(output, tuple):
+        return tuple(_without_views(_module, _inputs, one) for one in output)
+    return output.clone() if isinstance(output, Tensor) and output._base is not None else output
 
 
 def _unsharded(model: nn.Module) -> list[nn.Module]:
@@ -274,8 +285,12 @@ def layer_candidates(model: nn.Module) -> list[str]:
     return list(names)
 
 
-def size_units(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Return modules with at least `min_num_params` parameters outside smaller units, as FSDP1's own policy does."""
+def size_units(model: nn.Module, min_num_params: int, *, leaves: bool = True) -> list[nn.Module]:
+    """Return modules with at least `min_num_params` parameters outside smaller units, as FSDP1's own policy does.
+
+    `leaves`: modules without children may be units. A single linear layer is a bad unit: little to overlap, and FSDP2
+    warns about its output, which is a view.
+    """
     units: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
@@ -288,6 +303,8 @@ def size_units(model: nn.Module, min_num_params: int) -> list[nn.Module]:
             wrapped = sum(visit(child) for child in module.children())
         if module is model or isinstance(module, nn.ModuleList | nn.ModuleDict) or total - wrapped < min_num_params:
             return wrapped
+        if not leaves and not any(True for _ in module.children()):
+            return 0
         units.append(module)
         return total
 
@@ -314,7 +331,7 @@ def choose_units(model: nn.Module, fsdp: FsdpConfig, layer_classes: Sequence[str
     if fsdp.wrap_policy == "NO_WRAP":
         units = []
     elif fsdp.wrap_policy == "SIZE_BASED_WRAP":
-        units = size_units(model, fsdp.min_num_params)
+        units = size_units(model, fsdp.min_num_params, leaves=fsdp.version == 1)
     else:
         units = layer_units(model, fsdp.layer_classes or layer_classes or layer_candidates(model))
         taken = {inner for unit in units for inner in unit.modules()}
