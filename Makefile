@@ -2,6 +2,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
+OLDEST := .venv-min
 BIN := $(VENV)/bin
 # Without warnings: an editable install finds it noteworthy that a checkout has a folder of the package's name.
 INSTALL := PYTHONWARNINGS=ignore $(BIN)/pip install -q
@@ -12,7 +13,7 @@ export HF_HUB_DISABLE_TELEMETRY = 1
 NUMERICAL := tests/losses tests/models/test_packing.py tests/models/test_cpu_kernels.py \
     tests/parity/test_parity.py tests/parity/test_families_parity.py
 
-.PHONY: demo test test-processors lint docs bench-quick chaos train-free-fsdp train-baseline-fsdp clean
+.PHONY: demo test test-processors test-floors lint docs bench-quick chaos train-free-fsdp train-baseline-fsdp clean
 
 demo: $(VENV)/.demo                       ## train the embedded model on the embedded data, offline
 	HF_HUB_OFFLINE=1 $(BIN)/vembed demo
@@ -26,6 +27,9 @@ test-processors: $(VENV)/.dev             ## numerical tests as on processors wi
 	    env $$set HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile -k "not ddp and not fsdp" $(NUMERICAL) \
 	        || exit 1; \
 	done
+
+test-floors: $(OLDEST)/.installed         ## a short training with the oldest dependencies that are allowed
+	$(OLDEST)/bin/python -m tests.floors
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -48,7 +52,7 @@ train-baseline-fsdp: $(VENV)/.dev         ## the same without sharding, to compa
 	HF_HUB_OFFLINE=1 $(BIN)/vembed demo --output checkpoints/baseline strategy=ddp num_processes=$(or $(NPROC),auto)
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info
+	rm -rf $(VENV) $(OLDEST) build dist site *.egg-info
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +61,12 @@ $(BIN)/pip:
 # torch first and by its exact version: a bare `torch` would bring gigabytes of CUDA to a machine without a GPU.
 $(VENV)/.torch: constraints.txt | $(BIN)/pip
 	$(INSTALL) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	touch $@
+
+$(OLDEST)/.installed: pyproject.toml constraints-min.txt
+	$(PYTHON) -m venv $(OLDEST)
+	PYTHONWARNINGS=ignore $(OLDEST)/bin/pip install -q --no-compile $$(grep ^torch== constraints-min.txt)
+	PYTHONWARNINGS=ignore $(OLDEST)/bin/pip install -q --no-compile -c constraints-min.txt -e .
 	touch $@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -166,6 +167,14 @@ def test_the_estimate_counts_weights_gradients_and_optimizer() -> None:
     adapted, with_adapters = states(use_lora=True, lora_r=1)
     assert 4 * total < adapted < 4 * with_adapters + 12 * (with_adapters - total) + 1
     assert states(use_qlora=True, use_lora=True, lora_r=1)[0] < adapted
+
+
+def test_the_estimate_of_an_adapter_saved_alone_counts_the_weights_below_it(tmp_path: Path) -> None:
+    folder = shared(tiny_bert)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder), "r": 4}))
+    (tmp_path / "adapter_model.safetensors").touch()
+    alone, whole = (measure(config_of(one, use_lora=True, lora_r=4)) for one in (tmp_path, folder))
+    assert alone == whole
 
 
 # ---- start and end ---------------------------------------------------------------------------------------------------

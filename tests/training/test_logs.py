@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ import vembed
 from tests.harness import run_ranks
 from tests.training.test_run import settings
 from vembed.config.loading import load_config
+from vembed.errors import UserError
+from vembed.training import logs
 from vembed.training.logs import Metrics
 
 
@@ -37,6 +40,16 @@ def test_without_debug_there_are_no_such_files(tmp_path: Path) -> None:
     train(settings(tmp_path, max_steps=1, val_data_path=None))
     assert not (tmp_path / "run" / "logs").exists()
     assert " DEBUG " not in (tmp_path / "run" / "training_log.txt").read_text()
+
+
+def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "find_spec", lambda name: None if name == "trackio" else find_spec(name))
+    options = {"model_name": "org/nowhere", "data_path": "nowhere.jsonl", "output_dir": str(tmp_path / "run")}
+    with pytest.raises(UserError, match=r"^report_to: trackio is not installed: install it \(pip install trackio\)"):
+        train({**options, "report_to": ["tensorboard", "trackio"]})
+    assert not (tmp_path / "run").exists()
 
 
 def test_wandb_hears_of_project_tags_and_every_step_from_process_0_C32(

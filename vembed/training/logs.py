@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -161,6 +162,13 @@ class Metrics(Hook):
             except OSError as error:
                 self.trackers.remove(tracker)
                 log.warning("report_to: %s failed and is disabled (%s); metrics.jsonl continues", tracker.name, error)
+
+
+def require_trackers(config: TrainConfig) -> None:
+    """Raise UserError if a tracker of `report_to` is not installed. Called before a model is loaded."""
+    for name in config.report_to:
+        if name not in sys.modules and find_spec(name) is None:
+            raise UserError(f"report_to: {name} is not installed: install it (pip install {name}), or leave it out")
 
 
 def _start_tracker(name: str, config: TrainConfig, first_step: int) -> Any:

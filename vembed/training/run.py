@@ -12,7 +12,7 @@ from vembed.distributed.session import start_session
 from vembed.training.checkpoint import Checkpointer
 from vembed.training.hooks import Hook
 from vembed.training.interrupts import Interrupts
-from vembed.training.logs import run_logging
+from vembed.training.logs import require_trackers, run_logging
 from vembed.training.setup import make_output_folder
 from vembed.training.trainer import Runtime, Trainer, TrainResult
 
@@ -25,6 +25,7 @@ def train(config: Source | ResolvedRun, overrides: Sequence[str] = (), hooks: Se
     resolved = resolve_run(config, overrides)
     settings = resolved.config
     require_earlier_stage(resolved)
+    require_trackers(resolved.config)
     make_output_folder(settings)
     with (
         run_logging(settings, rank=int(os.environ.get("RANK", "0"))) as console,
