@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -171,6 +174,24 @@ def test_machines_in_the_environment_C26_B26(vembed: Command, cfg: str, monkeypa
     monkeypatch.setenv("MASTER_ADDR", "host")
     monkeypatch.setenv("MASTER_PORT", "1")
     assert "world size: 2 = 2 process(es) (set by the launcher)" in vembed("train", cfg, "--dry-run").out
+
+
+def test_accelerate_launch_without_gpus_says_what_to_type(
+    vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate then starts one process, without a rank, however many were asked for."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--mixed_precision", "no"]
+    words = ["--num_machines", "1", "--dynamo_backend", "no", "-m", "vembed.entrypoints.train", cfg, "--dry-run"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, *words], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "error: accelerate launch was asked for several processes (MASTER_ADDR=127.0.0.1 is set)" in done.stderr
+    assert "run `vembed train CONFIG --nproc N`" in done.stderr
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert "world size: 1 = 1 process(es)" in vembed("train", cfg, "--dry-run").out
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert "world size: 2 = 2 process(es)" in vembed("train", cfg, "--nproc", "2", "--dry-run").out
 
 
 def test_a_stage_needs_the_one_before_it_C20(vembed: Command) -> None:
