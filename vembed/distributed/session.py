@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from vembed.config.loading import resolve_run
@@ -279,7 +279,7 @@ def _join(run: ResolvedRun, rank_info: RankInfo, device: torch.device) -> RankIn
     return rank_info
 
 
-def _count_on_this_machine(rank_info: RankInfo, store: dist.Store) -> RankInfo:
+def _count_on_this_machine(rank_info: RankInfo, store: Store) -> RankInfo:
     """Count the processes that name the same machine: started by hand, they have no LOCAL_WORLD_SIZE."""
     store.set(f"machine-{rank_info.rank}", machine_name())
     names = [store.get(f"machine-{rank}") for rank in range(rank_info.world_size)]  # each waits for its rank
