@@ -31,6 +31,49 @@ class Retriever(Frozen):
     """What loads the model. `auto`: vembed, and Sentence Transformers for modules that vembed does not know."""
 
 
+class Endpoint(Frozen):
+    """An OpenAI-compatible endpoint."""
+
+    base_url: str | None = None
+    """Address of the endpoint, up to `/v1`: http://127.0.0.1:8000/v1."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key. The key itself stands in no file."""
+    timeout_seconds: PositiveFloat = 60.0
+    """How long one request may take."""
+    max_retries: NonNegativeInt = 5
+    """Further attempts for a request that times out, or is answered with 429 or 5xx; the waiting time doubles."""
+    retry_seconds: PositiveFloat = 1.0
+    """Waiting time before the second attempt."""
+    concurrency: PositiveInt = 8
+    """Requests in flight."""
+
+
+class Judge(Endpoint):
+    """One entry of `judges`."""
+
+    model: str
+    """A reranker (a folder or a Hub name), or the name of a model at `base_url`."""
+    kind: Literal["auto", "cross_encoder", "yes_no", "endpoint"] = "auto"
+    """How it answers. `auto`: endpoint with `base_url`, yes_no for decoders, otherwise cross_encoder."""
+    unsure: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = Field(default=[0.5, 0.5])
+    """[low, high]: relevant from `high` on, not relevant below `low`, and between them the next judge is asked. The
+    last judge decides in the middle."""
+    instruction: str = "Given a search query, retrieve the passages that answer it or are relevant to it"
+    """What counts as relevant, for yes_no and endpoints."""
+    max_length: PositiveInt = 512
+    """Longest pair in tokens; the document is cut."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Judge:
+        if self.unsure[0] > self.unsure[1]:
+            raise ValueError(f"judges: unsure: {self.unsure} must be [low, high]")
+        if (self.kind == "endpoint") and self.base_url is None:
+            raise ValueError(f"judges: {self.model}: kind: endpoint needs base_url")
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"judges: base_url: {self.base_url} must begin with http:// or https://")
+        return self
+
+
 class DataOptions(Frozen):
     """Options of every command that reads training data; the names mean what they mean in training."""
 
@@ -132,6 +175,15 @@ class MineConfig(DataOptions, ModelOptions):
     on_missing: Literal["keep", "drop"] = "keep"
     """A row for which no negative is left: keep it without negatives, or drop it."""
 
+    # ---- judges ------------------------------------------------------------------------------------------------
+    judges: list[Judge] = Field(default_factory=list)
+    """Models that read query and candidate together, the cheap one first; each a {model, kind, base_url, unsure, ...}.
+    Each judgement is kept in the cache folder by content."""
+    false_negatives: Literal["drop", "relabel", "keep"] = "drop"
+    """A candidate that the judges call relevant: leave it out, make it a positive, or keep it as a negative."""
+    judged_per_query: PositiveInt | None = None
+    """Candidates that the judges see per query. Default: twice the negatives that are chosen."""
+
     # ---- output ------------------------------------------------------------------------------------------------
     output_path: str
     """File to write, by its ending: .jsonl or .parquet."""
@@ -172,6 +224,11 @@ class MineConfig(DataOptions, ModelOptions):
             )
             for one in found
         ]
+
+    @property
+    def depth(self) -> int:
+        """Candidates that are chosen per query before the judges see them."""
+        return max(self.judged_per_query or 2 * self.budget, self.budget) if self.judges else self.budget
 
     @property
     def budget(self) -> int:

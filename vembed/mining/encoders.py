@@ -111,15 +111,20 @@ def load_encoder(retriever: Retriever, options: ModelOptions, device: torch.devi
 
 def encoder_identity(retriever: Retriever, options: ModelOptions) -> str:
     """A short name for everything that the vectors depend on besides the items, known before the model is loaded."""
-    folder = Path(retriever.model)
+    settings = retriever.model_dump(exclude={"weight", "model"})
+    return short_hash(
+        files_identity(retriever.model), settings, options.torch_dtype, options.max_length, options.vector_dtype
+    )
+
+
+def files_identity(model: str) -> list[list[object]]:
+    """What tells a model from its later versions: the files of its folder, or its commit in the Hub's cache."""
+    folder = Path(model)
     if folder.is_dir():
         files = sorted(path for path in folder.rglob("*") if path.is_file())
-        model = [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    else:
-        cached = try_to_load_from_cache(retriever.model, "config.json") if "/" in retriever.model else None
-        model = [[retriever.model, str(cached)]]
-    settings = retriever.model_dump(exclude={"weight", "model"})
-    return short_hash(model, settings, options.torch_dtype, options.max_length, options.vector_dtype)
+        return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    cached = try_to_load_from_cache(model, "config.json") if "/" in model else None
+    return [[model, str(cached)]]
 
 
 def _check_installed() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from vembed.data.examples import Item
-from vembed.mining.choice import Chosen
+from vembed.data.examples import Example, Item
 from vembed.mining.config import MineConfig
 from vembed.mining.contents import content_key
 from vembed.mining.documents import Documents, row_value
+from vembed.mining.judging import UNDECIDED, Judged
 from vembed.mining.known import Known, Pairs
 from vembed.mining.tables import Rows
 
@@ -42,11 +42,12 @@ class RowMaker:
     """Joins the rows with what was chosen for their queries."""
 
     def __init__(
-        self, rows: Rows, documents: Documents, known: Known, config: MineConfig, chosen: Chosen, scores: PairScores
+        self, rows: Rows, documents: Documents, known: Known, config: MineConfig, judged: Judged, scores: PairScores
     ) -> None:
-        """`chosen`: of all queries. `scores`: of what the rows have already."""
+        """`judged`: of all queries. `scores`: of what the rows have already."""
         self._rows, self._documents, self._known, self._config = rows, documents, known, config
-        self._chosen, self._scores = chosen, scores
+        self._judged, self._chosen, self._scores = judged, judged.chosen, scores
+        self.num_relabelled = 0
         self.num_negatives = self.num_short = self.num_dropped = self.num_rows = 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -85,6 +86,11 @@ class RowMaker:
         if made.get(POSITIVE_NAME) is None:
             values = [row_value(item, folder) for item in example.positives]
             made[POSITIVE_NAME] = values if len(values) > 1 else values[0]
+        added = self._added_positives(query, example)
+        if added:
+            own = made[POSITIVE_NAME] if isinstance(made[POSITIVE_NAME], list) else [made[POSITIVE_NAME]]
+            made[POSITIVE_NAME] = own + [row_value(item, folder) for item in added]
+            self.num_relabelled += len(added)
         before = made.get(NEGATIVES_NAME)
         kept = before if isinstance(before, list) else [] if before is None else [before]
         numbers = [int(self._chosen.documents[query, column]) for column in columns]
@@ -93,11 +99,21 @@ class RowMaker:
         if self._documents.has_ids:
             made["negative_ids"] = [None] * len(kept) + ids
         if self._config.scores:
-            made["positive_scores"] = self._scores.of(query, example.positives)
+            made["positive_scores"] = self._scores.of(query, example.positives) + [None] * len(added)
             given = self._scores.of(query, example.negatives) if len(example.negatives) == len(kept) else []
-            own = [round(float(self._chosen.scores[query, column]), 6) for column in columns]
-            made["negative_scores"] = (given or [None] * len(kept)) + own
+            mined = [round(float(self._chosen.scores[query, column]), 6) for column in columns]
+            made["negative_scores"] = (given or [None] * len(kept)) + mined
+            if self._config.judges:
+                found = [float(self._judged.judgements[query, column]) for column in columns]
+                judged = [None if one == UNDECIDED else round(one, 6) for one in found]
+                made["negative_judge_scores"] = [None] * len(kept) + judged
         return made
+
+    def _added_positives(self, query: int, example: Example) -> list[Item]:
+        """What the judges made a positive of this query. A row with scores of its own gets none: they have no score."""
+        if example.scores is not None:
+            return []
+        return [self._documents.item(number) for number in self._judged.relabelled.get(query, ())]
 
 
 def _is_negative(name: str) -> bool:

@@ -19,6 +19,7 @@ from vembed.mining.candidates import CandidateStore
 from vembed.mining.choice import Chooser, Chosen, Limits
 from vembed.mining.config import BM25, MineConfig
 from vembed.mining.documents import Documents, open_documents
+from vembed.mining.judging import Cascade, Judged
 from vembed.mining.known import Known, Pairs
 from vembed.mining.lexical import check_bm25
 from vembed.mining.loading import Source, load_options
@@ -106,12 +107,19 @@ def mine(
             tell(calibration.summary(config.max_false_negative_rate))
         limits = calibration.limits if calibration is not None else Limits.of(config)
         chooser = Chooser(config, limits, inputs.documents, inputs.known, session)
-        chosen = _joined([chooser.choose(candidates, config.budget) for candidates in store.chunks()])
-        counts = chooser.counts()
-        tell(_counts_line(counts, chosen))
+        cascade = Cascade(config, inputs.documents, inputs.known, session) if config.judges else None
+        parts = []
+        for candidates in store.chunks():
+            found = chooser.choose(candidates, config.depth)
+            parts.append(cascade.apply(candidates, found) if cascade is not None else Judged.unseen(found))
+        judged = Judged.joined(parts)
+        counts = chooser.counts() | {"judged_relevant": judged.num_relevant, "undecided": judged.num_undecided}
+        tell(_counts_line(counts, judged.chosen))
+        for line in cascade.summary() if cascade is not None else ():
+            tell(line)
 
         maker = RowMaker(
-            inputs.rows, inputs.documents, inputs.known, config, chosen, _known_scores(config, inputs, store)
+            inputs.rows, inputs.documents, inputs.known, config, judged, _known_scores(config, inputs, store)
         )
         if session.is_main:
             with row_writer(target) as writer:
@@ -142,10 +150,6 @@ def work_folder(config: MineConfig) -> Path:
     return Path(config.work_dir or f"{config.output_path}.work").expanduser()
 
 
-def _joined(parts: Sequence[Chosen]) -> Chosen:
-    return Chosen(np.concatenate([one.documents for one in parts]), np.concatenate([one.scores for one in parts]))
-
-
 def _known_scores(config: MineConfig, inputs: Inputs, store: CandidateStore) -> PairScores:
     known, documents = inputs.known, inputs.documents
     if not config.scores:
@@ -160,7 +164,8 @@ def _counts_line(counts: dict[str, int], chosen: Chosen) -> str:
     return (
         f"candidates: {counts['candidates']:,d}; left out: {counts['skipped']:,d} as the first ones, "
         f"{counts['too_high']:,d} above the limit of their query, {counts['too_low']:,d} below min_score, "
-        f"{counts['near_duplicates']:,d} near-duplicates of a positive; chosen: {int(there.sum()):,d}{mean}"
+        f"{counts['near_duplicates']:,d} near-duplicates of a positive, "
+        f"{counts['judged_relevant']:,d} judged relevant; chosen: {int(there.sum()):,d}{mean}"
     )
 
 

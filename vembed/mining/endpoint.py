@@ -1,0 +1,102 @@
+"""Requests to an OpenAI-compatible endpoint: retried where that helps, several at once, and never silently lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+from vembed.errors import RunError, UserError
+from vembed.mining.config import Endpoint
+
+LONGEST_WAIT = 60.0
+RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+
+
+class _Stopped(Exception):  # noqa: N818 - no error of its own
+    """A request that was not sent, because another one has failed for good."""
+
+
+class ChatClient:
+    """Chat completions of one model."""
+
+    def __init__(self, endpoint: Endpoint, model: str) -> None:
+        assert endpoint.base_url is not None, "the config asks for it"
+        self.url = endpoint.base_url.rstrip("/") + "/chat/completions"
+        self._endpoint, self._model = endpoint, model
+        self._is_dead = threading.Event()
+
+    def complete(self, prompts: Sequence[str], max_tokens: int, temperature: float = 0.0) -> Iterator[tuple[int, str]]:
+        """The number of each prompt and its answer, as answers come in.
+
+        Where a request fails for good no further one is sent, those in flight are waited for, and then the error is
+        raised, which names the endpoint: what was yielded before is the caller's to keep.
+        """
+        with ThreadPoolExecutor(self._endpoint.concurrency, thread_name_prefix="vembed-endpoint") as pool:
+            asked = {
+                pool.submit(self._ask, prompt, max_tokens, temperature): number for number, prompt in enumerate(prompts)
+            }
+            failure: BaseException | None = None
+            for future in as_completed(asked):
+                error = future.exception()
+                if error is None:
+                    yield asked[future], future.result()
+                elif not isinstance(error, _Stopped):
+                    failure = failure or error
+                    self._is_dead.set()
+            if failure is not None:
+                raise failure
+
+    def _ask(self, prompt: str, max_tokens: int, temperature: float) -> str:
+        body = {
+            "model": self._model, "messages": [{"role": "user", "content": prompt}], "temperature": temperature,
+            "max_tokens": max_tokens,
+        }  # fmt: skip
+        last = ""
+        for attempt in range(self._endpoint.max_retries + 1):
+            if self._is_dead.is_set():
+                raise _Stopped
+            wait = min(self._endpoint.retry_seconds * 2**attempt, LONGEST_WAIT)
+            try:
+                return _content(self._post(body))
+            except urllib.error.HTTPError as error:
+                with error:  # it holds the connection
+                    last = f"HTTP {error.code} {error.reason}"
+                    if error.code not in RETRIED:
+                        detail = error.read(300).decode("utf-8", "replace").strip()
+                        raise UserError(f"{self.url} refuses the request: {last}; {detail}") from error
+                    wait = max(wait, _retry_after(error))
+            except (TimeoutError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+                # A connection that ends, or an answer that is no chat completion: both may be better next time.
+                last = f"{type(error).__name__}: {error}"
+            if attempt < self._endpoint.max_retries:
+                self._is_dead.wait(min(wait, LONGEST_WAIT))
+        raise RunError(
+            f"{self.url} gave no answer in {self._endpoint.max_retries + 1} attempts ({last}). What was answered is "
+            "kept: start again when the endpoint is up, and only the rest is asked"
+        )
+
+    def _post(self, body: dict[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(self._endpoint.api_key_env):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=self._endpoint.timeout_seconds) as answer:
+            return json.loads(answer.read())
+
+
+def _content(answer: Any) -> str:
+    content = answer["choices"][0]["message"]["content"]
+    if not isinstance(content, str):
+        raise TypeError("the answer holds no text")
+    return content
+
+
+def _retry_after(error: urllib.error.HTTPError) -> float:
+    text = error.headers.get("Retry-After", "") if error.headers else ""
+    return float(text) if text.replace(".", "", 1).isdecimal() else 0.0

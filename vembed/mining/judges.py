@@ -1,0 +1,181 @@
+"""Judges: models that read a query and a document together and say how likely it is that they belong together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from vembed.data.cache import short_hash
+from vembed.errors import UserError
+from vembed.mining.config import Judge, ModelOptions
+from vembed.mining.encoders import files_identity
+from vembed.mining.endpoint import ChatClient
+
+BATCH_TOKENS = 8192
+"""Padded tokens that go through a judge at once."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+YES_NO_PROMPT = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+YES_NO_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+"""The form that Qwen3-Reranker was trained on."""
+
+ENDPOINT_PROMPT = (
+    "{instruction}.\n\nQuery: {query}\n\nDocument: {document}\n\n"
+    "Is the document relevant to the query? Answer with one word, yes or no."
+)
+ANSWER = re.compile(r"\b(yes|no|true|false|relevant|irrelevant|not)\b", re.IGNORECASE)
+POSITIVE = frozenset({"yes", "true", "relevant"})
+
+Pair = tuple[str, str]
+
+
+class JudgeModel(Protocol):
+    """A judge that is ready."""
+
+    def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
+        """The number of each pair and how likely it is relevant, in any order; None where there is no usable answer."""
+        ...
+
+
+class CrossEncoder:
+    """A sequence classifier: one logit, or two of which the second one says relevant."""
+
+    def __init__(self, judge: Judge, options: ModelOptions, device: torch.device) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(judge.model, trust_remote_code=options.trust_remote_code)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            judge.model, dtype=_dtype(options), trust_remote_code=options.trust_remote_code
+        )
+        if model.config.num_labels > 2:
+            raise UserError(f"judges: {judge.model} has {model.config.num_labels} labels, and a reranker has 1 or 2")
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._model, self._device, self._max_length = model.eval().to(device), device, judge.max_length
+
+    def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
+        """The number of each pair, and the sigmoid of its logit, or the second of two probabilities."""
+        queries, documents = [query for query, _ in pairs], [document for _, document in pairs]
+        encoded = self._tokenizer(queries, documents, truncation="only_second", max_length=self._max_length)
+        return _in_batches(encoded, self._tokenizer, self._device, self._scores)
+
+    def _scores(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = self._model(**inputs).logits.float()
+        return torch.sigmoid(logits[:, 0]) if logits.shape[1] == 1 else torch.softmax(logits, dim=1)[:, 1]
+
+
+class YesNoDecoder:
+    """A decoder that is asked, and whose next token is yes or no."""
+
+    def __init__(self, judge: Judge, options: ModelOptions, device: torch.device) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            judge.model, padding_side="left", trust_remote_code=options.trust_remote_code
+        )
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        ids = [self._tokenizer.encode(word, add_special_tokens=False) for word in ("no", "yes")]
+        if any(len(one) != 1 for one in ids):
+            raise UserError(f"judges: {judge.model} has no single tokens for yes and no: use kind: cross_encoder")
+        self._answers = torch.tensor([one[0] for one in ids], device=device)
+        model = AutoModelForCausalLM.from_pretrained(
+            judge.model, dtype=_dtype(options), trust_remote_code=options.trust_remote_code
+        )
+        self._model, self._device = model.eval().to(device), device
+        self._judge = judge
+        self._begin = self._tokenizer.encode(YES_NO_PROMPT, add_special_tokens=False)
+        self._end = self._tokenizer.encode(YES_NO_END, add_special_tokens=False)
+
+    def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
+        """The number of each pair, and the probability of yes among yes and no."""
+        texts = [
+            f"<Instruct>: {self._judge.instruction}\n<Query>: {query}\n<Document>: {document}"
+            for query, document in pairs
+        ]
+        room = max(self._judge.max_length - len(self._begin) - len(self._end), 1)
+        bodies = self._tokenizer(texts, add_special_tokens=False, truncation=True, max_length=room)["input_ids"]
+        ids = [[*self._begin, *body, *self._end] for body in bodies]
+        encoded = {"input_ids": ids, "attention_mask": [[1] * len(one) for one in ids]}
+        return _in_batches(encoded, self._tokenizer, self._device, self._scores)
+
+    def _scores(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = self._model(**inputs, logits_to_keep=1).logits[:, -1, self._answers].float()
+        return torch.softmax(logits, dim=1)[:, 1]
+
+
+class EndpointJudge:
+    """A model behind an OpenAI-compatible endpoint."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge, self._client = judge, ChatClient(judge, judge.model)
+
+    def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
+        """The number of each pair, and 1 for yes, 0 for no, None for another answer."""
+        longest = 4 * self._judge.max_length  # about so many characters
+        prompts = [
+            ENDPOINT_PROMPT.format(instruction=self._judge.instruction, query=query, document=document[:longest])
+            for query, document in pairs
+        ]
+        return ((number, answer_of(text)) for number, text in self._client.complete(prompts, max_tokens=8))
+
+
+def answer_of(text: str) -> float | None:
+    """1.0 for an answer that says yes, 0.0 for no, None for one that says neither."""
+    found = ANSWER.search(text)
+    return None if found is None else float(found[1].lower() in POSITIVE)
+
+
+def kind_of(judge: Judge, options: ModelOptions) -> str:
+    """What kind of judge a model is, where the config leaves it open."""
+    if judge.kind != "auto":
+        return judge.kind
+    if judge.base_url is not None:
+        return "endpoint"
+    try:
+        config = AutoConfig.from_pretrained(judge.model, trust_remote_code=options.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"judges: {judge.model} cannot be loaded: {str(error).splitlines()[0]}") from error
+    architectures = " ".join(config.architectures or ())
+    return "yes_no" if "ForCausalLM" in architectures else "cross_encoder"
+
+
+def load_judge(judge: Judge, options: ModelOptions, device: torch.device) -> JudgeModel:
+    """The model of a judge."""
+    kind = kind_of(judge, options)
+    if kind == "endpoint":
+        return EndpointJudge(judge)
+    return YesNoDecoder(judge, options, device) if kind == "yes_no" else CrossEncoder(judge, options, device)
+
+
+def judge_identity(judge: Judge, options: ModelOptions) -> str:
+    """A short name for everything that a judgement depends on besides query and document."""
+    model = judge.model if judge.base_url else files_identity(judge.model)
+    prompt = [YES_NO_PROMPT, YES_NO_END, ENDPOINT_PROMPT]
+    return short_hash(
+        model, judge.base_url, judge.kind, judge.instruction, judge.max_length, options.torch_dtype, prompt
+    )
+
+
+def _dtype(options: ModelOptions) -> Any:
+    return "auto" if options.torch_dtype == "auto" else DTYPES[options.torch_dtype]
+
+
+def _in_batches(
+    encoded: Any, tokenizer: Any, device: torch.device, scores: Callable[[dict[str, torch.Tensor]], torch.Tensor]
+) -> Iterator[tuple[int, float | None]]:
+    """Scores, computed in batches of similar length, the longest first."""
+    lengths = [len(ids) for ids in encoded["input_ids"]]
+    order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    while order:
+        size = max(1, BATCH_TOKENS // lengths[order[0]])
+        batch, order = order[:size], order[size:]
+        chosen = {name: [values[place] for place in batch] for name, values in encoded.items()}
+        inputs = tokenizer.pad(chosen, return_tensors="pt").to(device)
+        with torch.inference_mode():
+            yield from zip(batch, scores(dict(inputs)).tolist(), strict=True)
