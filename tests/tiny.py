@@ -137,6 +137,19 @@ def tiny_bert(directory: Path, *, layers: int = 2, hidden: int = 32, dropout: fl
     return _save(directory, tokenizer, lambda: BertModel(config))
 
 
+def tiny_reranker(directory: Path, *, hidden: int = 16) -> Path:
+    """A BERT that scores pairs of texts, as Transformers saves it."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    tokenizer = wordpiece_tokenizer()
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=hidden, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=2 * hidden, max_position_embeddings=MAX_POSITIONS, initializer_range=0.5, pad_token_id=0,
+        num_labels=1,
+    )  # fmt: skip
+    return _save(directory, tokenizer, lambda: BertForSequenceClassification(config))
+
+
 def tiny_bert_st(directory: Path, *, dropout: float = 0.0, **files: Any) -> Path:
     """A BERT as Sentence Transformers saves it (mean pooling and normalisation unless said otherwise)."""
     return add_sentence_transformers_files(tiny_bert(directory, dropout=dropout), **files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +37,7 @@ from vembed.training.step import ContrastiveStep, order_micro_batches, seed_of
 from vembed.training.update import synchronise
 
 SEED, BATCH_NUMBER = 5, 3
-Data = Literal["pairs", "negatives", "several", "scored"]
+Data = Literal["pairs", "negatives", "several", "scored", "graded"]
 
 
 @dataclass(frozen=True)
@@ -76,20 +77,24 @@ def examples(case: Case) -> list[Example]:
             positive = words[1]  # the positive of row 0
         if row % 5 == 4:
             negative = words[5]  # the positive of row 1: a negative that another row must not be pushed from
-        positives, negatives, scores = [positive], [], None
-        if case.data in ("negatives", "several"):
+        positives, negatives, scores, negative_scores = [positive], [], None, None
+        if case.data in ("negatives", "several", "graded"):
             negatives = [negative, other] if row % 3 == 0 else [negative]
-        if case.data == "several" and row % 2 == 0:
+        if case.data in ("several", "graded") and row % 2 == 0:
             positives.append(other)
         if case.data == "scored":
             scores = (((7 * row) % 5) / 5,)
-        made.append(
-            Example(Item(query), tuple(map(Item, positives)), tuple(map(Item, negatives)), scores, where=f"row {row}")
-        )
+        if case.data == "graded":
+            scores = tuple(1.0 - 0.3 * place + 0.01 * row for place in range(len(positives)))
+            negative_scores = tuple(0.2 * place - 0.1 * row for place in range(len(negatives)))
+        items = tuple(map(Item, positives)), tuple(map(Item, negatives))
+        made.append(Example(Item(query), *items, scores, where=f"row {row}", negative_scores=negative_scores))
     return made
 
 
-def build(case: Case, config: TrainConfig) -> tuple[EmbeddingModel, EmbeddingLoss, Featuriser]:
+def build(
+    case: Case, config: TrainConfig, teacher_dims: Mapping[str, int] | None = None
+) -> tuple[EmbeddingModel, EmbeddingLoss, Featuriser]:
     """Model and loss in float64, the same on every call; adapters are not left at zero."""
     description = describe(config)
     model = build_model(config, description, recompute=resolve_run(config).recomputation.value).double()
@@ -97,7 +102,12 @@ def build(case: Case, config: TrainConfig) -> tuple[EmbeddingModel, EmbeddingLos
         if "lora_B" in name:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             parameter.data.normal_(0, 0.05, generator=generator)
-    loss = build_loss(config, mrl_dims=description.mrl_dims).double()
+    loss = build_loss(
+        config,
+        mrl_dims=description.mrl_dims,
+        embedding_dim=description.embedding_dim,
+        teacher_dims=teacher_dims,
+    ).double()
     return model.train(), loss, Featuriser(description)
 
 

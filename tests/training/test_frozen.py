@@ -16,7 +16,7 @@ import vembed
 from tests.families.pictures import mixed_rows, words_and_pictures
 from tests.harness import run_ranks
 from tests.tiny import WORDS, shared, tiny_clip, tiny_qwen3_vl, tiny_siglip
-from vembed.data import feature_store
+from vembed.data import row_store
 from vembed.data.feature_store import FeatureStore
 from vembed.data.features import Features
 from vembed.errors import Stopped, UserError
@@ -292,7 +292,7 @@ def test_a_run_with_damaged_features_computes_them_anew(tmp_path: Path, cache: P
 
 def test_a_full_disk_costs_time_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without = train(options(tmp_path, "without", cache_frozen_features=False))
-    append, micro_batches = feature_store._append, []
+    append, micro_batches = row_store.append, []
 
     def full(descriptor: int, data: bytes) -> None:
         micro_batches.append(1)
@@ -300,7 +300,7 @@ def test_a_full_disk_costs_time_and_not_the_run(tmp_path: Path, monkeypatch: pyt
             raise OSError(28, "No space left on device")
         append(descriptor, data)
 
-    monkeypatch.setattr(feature_store, "_append", full)
+    monkeypatch.setattr(row_store, "append", full)
     assert train(options(tmp_path, "run"))["losses"] == without["losses"]
     said = logged(tmp_path, "run")
     assert said.count("cannot be written (No space left on device)") == 1 and "set XDG_CACHE_HOME" in said

@@ -19,7 +19,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "positive_image": ("positive_image", "positive_images", "document_image", "image"),
     "negative": ("negative", "negatives", "neg", "hard_negatives", "negative_passages", "rejected_response"),
     "negative_image": ("negative_image", "negative_images"),
-    "score": ("score", "scores", "similarity_score", "label"),
+    "score": ("score", "scores", "similarity_score", "positive_scores", "pos_scores", "label"),
+    "negative_score": ("negative_score", "negative_scores", "neg_scores"),
 }  # fmt: skip
 """Accepted column names of each part of a record. If a record has several columns for one part, the first is read; all
 are read for negatives, and `negative_1`, `negative_2` ... are negatives too. `label` is a score only beside sentence1
@@ -55,12 +56,21 @@ class Layout:
     negatives: tuple[str, ...]
     negative_image: str | None
     score: str | None
+    negative_score: str | None
     are_sentences: bool
     problem: str | None
 
     def columns(self) -> list[str]:
         """Return all columns that are read."""
-        single = (self.query, self.query_image, self.positive, self.positive_image, self.negative_image, self.score)
+        single = (
+            self.query,
+            self.query_image,
+            self.positive,
+            self.positive_image,
+            self.negative_image,
+            self.score,
+            self.negative_score,
+        )
         return [name for name in (*single, *self.negatives) if name is not None]
 
 

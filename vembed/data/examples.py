@@ -51,6 +51,8 @@ class Example:
     """One score per positive: the similarity of a scored pair, or a graded relevance."""
     where: str = ""
     """File and line, for messages."""
+    negative_scores: tuple[float, ...] | None = None
+    """One score per negative, by a teacher that scored them."""
 
 
 class BadRecord(UserError):  # noqa: N818 - it names the record, not an error of ours

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -40,6 +40,10 @@ class RankBatch:
     num_examples: int
     where: list[str]
     """File and line of each example, for messages."""
+    items: list[Item] = field(default_factory=list)
+    """The input of each of the features; teachers are asked about it."""
+    negative_scores: np.ndarray | None = None
+    """[H] score of each hard negative, where the data have one for all of them."""
 
     @property
     def useful_tokens(self) -> int:
@@ -55,6 +59,7 @@ def make_rank_batch(
     rows: list[tuple[int, int, int]] = []
     negatives: list[tuple[int, int]] = []
     scores: list[float] = []
+    negative_scores: list[float] = []
     for number_in_batch, example in enumerate(examples, start=first):
         query = len(items)
         items.append((example.query, "query"))
@@ -65,6 +70,7 @@ def make_rank_batch(
             negatives.append((len(items), number_in_batch))
             items.append((negative, "document"))
         scores.extend(example.scores or ())
+        negative_scores.extend(example.negative_scores or ())
     # By key, not by text: a text as query and as document differs if the model has prompts.
     features, where_to = distinct(featuriser.features(items), key=lambda feature: feature.key)
     row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
@@ -78,11 +84,18 @@ def make_rank_batch(
         example=row_table[:, 2],
         negative=where_to[negative_table[:, 0]],
         negative_example=negative_table[:, 1],
-        scores=np.asarray(scores, dtype=np.float64) if scores and len(scores) == len(rows) else None,
+        scores=_one_each(scores, len(rows)),
         num_inputs=len(items),
         num_examples=len(examples),
         where=[example.where for example in examples],
+        items=[items[position][0] for position in np.unique(where_to, return_index=True)[1].tolist()],
+        negative_scores=_one_each(negative_scores, len(negatives)),
     )
+
+
+def _one_each(values: list[float], count: int) -> np.ndarray | None:
+    """The values as an array, if there is one for each; None otherwise."""
+    return np.asarray(values, dtype=np.float64) if values and len(values) == count else None
 
 
 class Examples(Protocol):

@@ -62,12 +62,12 @@ class RecordFormat:
         negatives: tuple[Item, ...] = ()
         if layout.negatives or layout.negative_image:
             negatives = self._negatives(record, layout)
-        scores = None
-        if layout.score is not None and record[layout.score] is not None:
-            scores = self._scores(record[layout.score], layout.score, len(positives))
+        scores, negative_scores = self._all_scores(record, layout, len(positives), len(negatives))
+        negatives = negatives[: self._max_negatives]
+        negative_scores = None if negative_scores is None else negative_scores[: self._max_negatives]
         for loss in self._losses:
             self._check_loss(loss, layout, negatives, scores)
-        return Example(query, positives, negatives, scores, where)
+        return Example(query, positives, negatives, scores, where, negative_scores)
 
     def _query(self, record: dict[str, Any], layout: Layout) -> Item:
         value = record[layout.query] if layout.query is not None else None
@@ -85,7 +85,7 @@ class RecordFormat:
         found = self._items(record, first, layout.negative_image, self._document_is_path)
         for name in layout.negatives[1:]:
             found += self._items(record, name, None, self._document_is_path)
-        return found if self._max_negatives is None else found[: self._max_negatives]
+        return found
 
     def _items(
         self, record: dict[str, Any], name: str | None, image_name: str | None, is_path: bool
@@ -168,12 +168,27 @@ class RecordFormat:
         except BadRecord as error:
             raise BadRecord(f"{name}: {error}") from error
 
-    def _scores(self, value: Any, name: str, num_positives: int) -> tuple[float, ...]:
+    def _all_scores(
+        self, record: dict[str, Any], layout: Layout, num_positives: int, num_negatives: int
+    ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+        """Scores of the positives and of the negatives. One column may have both, the positives' first."""
+        scores = negative_scores = None
+        if layout.score is not None and record[layout.score] is not None:
+            value = record[layout.score]
+            if isinstance(value, list) and num_negatives and len(value) == num_positives + num_negatives:
+                value, rest = value[:num_positives], value[num_positives:]
+                negative_scores = self._scores(rest, layout.score, num_negatives, "negative")
+            scores = self._scores(value, layout.score, num_positives, "positive")
+        if layout.negative_score is not None and record[layout.negative_score] is not None:
+            value = record[layout.negative_score]
+            negative_scores = self._scores(value, layout.negative_score, num_negatives, "negative")
+        return scores, negative_scores
+
+    def _scores(self, value: Any, name: str, count: int, what: str) -> tuple[float, ...]:
         values = value if isinstance(value, list) else [value]
-        if len(values) != num_positives:
+        if len(values) != count:
             raise BadRecord(
-                f"{name} has {len(values):,d} {_plural('number', len(values))} for {num_positives:,d} "
-                + _plural("positive", num_positives)
+                f"{name} has {len(values):,d} {_plural('number', len(values))} for {count:,d} {_plural(what, count)}"
             )
         return tuple(self._score(one, name) for one in values)
 

@@ -130,6 +130,34 @@ def encode_items(
     return first_dims(embeddings, truncate_dim or embeddings.shape[1], normalize)
 
 
+def encode_rank_items(
+    model: nn.Module,
+    featuriser: Featuriser,
+    items: Sequence[tuple[Item, Kind]],
+    *,
+    session: Session,
+    budget_tokens: int | None = None,
+) -> np.ndarray:
+    """Return [n, d] float32 embeddings of this rank's items, as the model gives them.
+
+    Collective: each rank passes items of its own, one rank at least has some, and all run equally many micro-batches.
+    """
+    with _evaluating(model):
+        own = _encode_rank_batch(
+            model,
+            Feeder(featuriser, session.device),
+            featuriser.features(items),
+            budget=budget_tokens or default_budget(session.device),
+            max_rows=None,
+            world_size=session.world_size,
+            reporter=_Reporter(None, len(items), len(items), 1),
+            between=None,
+            kept=None,
+        )
+    found: np.ndarray = own.float().cpu().numpy()
+    return found
+
+
 def first_dims(matrix_ND: np.ndarray, dim: int, normalize: bool) -> np.ndarray:
     """Return the first `dim` coordinates of each row, normalised if `normalize`. The matrix itself is not changed."""
     cut = matrix_ND[:, :dim]

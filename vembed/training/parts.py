@@ -13,6 +13,7 @@ from vembed.data.sources import ExampleStore
 from vembed.evaluation.dataset import EvalData
 from vembed.losses.batch import EmbeddingLoss
 from vembed.models.embedding_model import EmbeddingModel
+from vembed.teachers.supply import Teachers
 from vembed.training.frozen import InputSource
 
 
@@ -50,6 +51,7 @@ class RunModel:
     optimizer: torch.optim.Optimizer
     featuriser: Featuriser
     source: InputSource
+    teachers: Teachers
 
     def clear_gradients(self) -> None:
         """Drop all gradients."""

@@ -28,6 +28,7 @@ from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.teachers.supply import Teachers
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.optim import build_optimizer
 from vembed.training.parts import RunData, RunModel
@@ -81,6 +82,9 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
 
 def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunModel:
     """Build model, loss and optimizer, with weights replicated or sharded. Collective."""
+    # Before the model: the teachers' weights are no longer in memory when the model's are read.
+    teachers = Teachers(config, session)
+    teachers.prepare(data.examples)
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.deterministic)
     description = describe(config)
@@ -106,7 +110,14 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     scale, bias = embedder.initial_scale_and_bias() or (None, None)
     # The optimizer must see the parameters that `prepare` returns.
     model = session.prepare(embedder, description.layer_classes)
-    loss = build_loss(config, mrl_dims=description.mrl_dims, start_scale=scale, start_bias=bias).to(session.device)
+    loss = build_loss(
+        config,
+        mrl_dims=description.mrl_dims,
+        start_scale=scale,
+        start_bias=bias,
+        embedding_dim=description.embedding_dim,
+        teacher_dims=teachers.dims,
+    ).to(session.device)
     feeder = Feeder(featuriser, session.device, packs_texts=packs)
     return RunModel(
         embedder=embedder,
@@ -115,6 +126,7 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         optimizer=build_optimizer(model, loss, config),
         featuriser=featuriser,
         source=InputSource(model, feeder, session, frozen=frozen, stores=stores, image_bytes=image_bytes),
+        teachers=teachers,
     )
 
 

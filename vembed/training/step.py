@@ -28,6 +28,7 @@ from vembed.distributed.parameters import reshard, set_gradient_sync, set_keep_g
 from vembed.distributed.session import Session
 from vembed.families.table import Modality
 from vembed.losses.batch import EmbeddingLoss, LossBatch
+from vembed.teachers.supply import Teachers
 from vembed.training.budget import Budget
 from vembed.training.columns import Column, gather_columns
 from vembed.training.frozen import BatchInputs, InputSource
@@ -122,8 +123,9 @@ class ContrastiveStep:
         budget: Budget,
         guard: MemoryGuard,
         seed: int,
+        teachers: Teachers | None = None,
     ) -> None:
-        """`budget` may be replaced between two batches, after a shortage of memory."""
+        """`budget` may be replaced between two batches, after a shortage of memory. `teachers`: see `Teachers.attach`."""
         self.model = model
         self.loss = loss
         self.source = source
@@ -131,6 +133,7 @@ class ContrastiveStep:
         self.budget = budget
         self.guard = guard
         self.seed = seed
+        self.teachers = teachers
         self.timer = PhaseTimer(session.device)
 
     def accumulate(
@@ -148,6 +151,8 @@ class ContrastiveStep:
             self.encode(batch)
         with self.timer("wait"):
             loss_batch = self.gather(batch)
+            if self.teachers is not None:
+                loss_batch = self.teachers.attach(loss_batch, rank_batch, number)
         loss_share, gradient = self.score(loss_batch, batch, weight * scale)
         with self.timer("backward"), self._watching_memory():
             self.backward(batch, gradient)

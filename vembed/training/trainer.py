@@ -103,7 +103,9 @@ class Trainer:
         log_cut_texts(sample, parts.featuriser.description)
         self.guard = MemoryGuard(session)
         budget = find_budget(config, parts.model, parts.featuriser, session, sample)
-        self.step = ContrastiveStep(parts.model, parts.loss, parts.source, session, budget, self.guard, config.seed)
+        self.step = ContrastiveStep(
+            parts.model, parts.loss, parts.source, session, budget, self.guard, config.seed, parts.teachers
+        )
         self.update = Update(parts.model, parts.loss, parts.optimizer, session, config, self.state.scale)
 
     def run(self) -> TrainResult:
@@ -244,6 +246,7 @@ class Trainer:
         self.hooks.on_finish(self)
         self.interrupts.training_is_over()
         log_use(parts.source.towers.stores)
+        parts.teachers.log_use()
         self.checkpointer.wait()
         best = self.checkpointer.path_of(state.best_step or 0)
         wants_best = config.load_best_model_at_end and state.best_step not in (None, state.step)

@@ -1,0 +1,194 @@
+"""Losses that follow teachers, through the real step on several ranks: every gradient is that of the formula."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.harness import RankFailed, run_ranks
+from tests.losses.reference import reference_loss
+from tests.parity.engine import (
+    BATCH_NUMBER,
+    SEED,
+    Case,
+    build,
+    examples,
+    full_gradients,
+    loss_gradients,
+    plain_batch,
+    worst_error,
+)
+from tests.tiny import shared, tiny_bert, tiny_reranker
+from vembed.data.batches import rank_rows
+from vembed.data.examples import Item
+from vembed.data.rank_batch import make_rank_batch
+from vembed.data.row_store import RowStore
+from vembed.distributed.session import start_session
+from vembed.losses.batch import LossBatch
+from vembed.losses.targets import TeacherScores, TeacherVectors
+from vembed.teachers.cached import KIND
+from vembed.teachers.identity import item_key, pair_key
+from vembed.teachers.supply import Teachers
+from vembed.training.shortage import MemoryGuard
+from vembed.training.step import ContrastiveStep
+from vembed.training.timing import PhaseTimer
+from vembed.training.update import synchronise
+
+MRL = {"use_mrl": True, "mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
+EVERY_NEGATIVE = {"bidirectional": True, "query_query_negatives": True, "document_document_negatives": True}
+GUIDED = {"loss": "infonce", "guide": "teacher", "guide_margin": 0.02, "hardness_alpha": 3.0, "focal_gamma": 1.0,
+          "mix_negatives": 2}  # fmt: skip
+DISTILLED = [
+    {"loss": "kl", "distill_candidates": "batch", "weight": 0.5, "teacher_temperature": 0.1},
+    {"loss": "kl", "teacher": "reranker", "weight": 0.3, "temperature": 0.2},
+    {"loss": "margin_mse", "teacher": "reranker"},
+    {"loss": "score_mse", "temperature": 0.2},
+    {"loss": "embedding", "weight": 2.0},
+    {"loss": "relational"},
+    {"loss": "spread_out", "weight": 0.2},
+]
+CASES = [
+    Case("guide", {**GUIDED, **EVERY_NEGATIVE}, data="several"),
+    Case("guide-own-kept-graphs", {**GUIDED, "hard_negatives_scope": "own"}, data="several", cache=False),
+    Case("everything", {"losses": [GUIDED, *DISTILLED]}, data="several"),
+    Case("everything-matryoshka", {"losses": [GUIDED, *DISTILLED], **MRL}, data="several", micro="row"),
+    Case("graded", {"losses": [{"loss": "ranknet"}, {"loss": "listwise"}, {"loss": "kl", "teacher": "scores"}],
+                    "temperature": 0.2}, data="graded", cache=False),
+]  # fmt: skip
+BY_NAME = {case.name: case for case in CASES}
+GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "one": (1, "single", {}),
+    "ddp-2": (2, "ddp", {}),
+    "ddp-3-uneven": (3, "ddp", {}),
+    "fsdp2-2": (2, "fsdp", {"use_fsdp": True}),
+    "fsdp2-3-uneven": (3, "fsdp", {"use_fsdp": True}),
+}
+
+
+def with_teachers(options: dict[str, Any], teacher: Path, reranker: Path) -> dict[str, Any]:
+    """The options with two teachers: one whose vectors depend on the role, one that scores pairs."""
+    entries = [
+        {"model": str(teacher), "name": "teacher", "query_prompt": "find the "},
+        {"model": str(reranker), "name": "reranker", "scale": 0.5},
+    ]
+    return {**options, "teachers": entries}
+
+
+def on_ranks(cases: list[tuple[Case, Path]], strategy: str, more: dict[str, Any], cache: Path) -> list[dict[str, Any]]:
+    """Called on every rank. The first case asks its teachers during the step, the others before it."""
+    results: list[dict[str, Any]] = []
+    first, folder = cases[0]
+    with start_session(first.config(folder, strategy=strategy, **more)) as session:
+        for number, (case, folder) in enumerate(cases):
+            config = case.config(folder, strategy=strategy, **more)
+            teachers, rows = Teachers(config, session, cache), examples(case)
+            if number:
+                teachers.prepare(rows, f"data-{case.data}")
+            embedder, loss, featuriser = build(case, config, teachers.dims)
+            model = session.prepare(embedder, embedder.description.layer_classes)
+            own = rank_rows(len(rows), session.rank, session.world_size)
+            rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
+            step = ContrastiveStep(
+                model, loss, featuriser, session, case.budget(), PhaseTimer(session.device),
+                MemoryGuard(config, session), SEED, teachers=teachers,
+            )  # fmt: skip
+            result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
+            synchronise(model, loss, session)
+            later = {name: one.num_later for name, one in (*teachers.vectors.items(), *teachers.pairs.items())}
+            found = {**full_gradients(model), **loss_gradients(loss), "loss": result.loss_share}
+            results.append({"gradients": found, "later": later})
+    return results
+
+
+@cache
+def group_of(group: str) -> tuple[dict[str, Any] | RankFailed, Path]:
+    """All cases of a group in one start of its ranks, and the cache that they have filled."""
+    world_size, strategy, more = GROUPS[group]
+    folder = Path(tempfile.mkdtemp(prefix="teachers-", dir=shared(tiny_bert).parent))
+    teacher, reranker = shared(tiny_bert, layers=1, hidden=24), shared(tiny_reranker)
+    placed = [(replace(case, options=with_teachers(case.options, teacher, reranker)), case.folder()) for case in CASES]
+    try:
+        by_rank = run_ranks(on_ranks, world_size, placed, strategy, more, folder, timeout=110, process_group=False)
+    except RankFailed as error:
+        return error, folder
+    found = {}
+    for number, case in enumerate(CASES):
+        total = sum(rank[number]["gradients"]["loss"] for rank in by_rank)
+        later = [sum(rank[number]["later"].values()) for rank in by_rank]
+        found[case.name] = {**by_rank[0][number]["gradients"], "loss": total}, later
+    return found, folder
+
+
+def wanted(case: Case, folder: Path) -> dict[str, torch.Tensor]:
+    """From the formula, with the answers that the cache holds."""
+    options = with_teachers(case.options, shared(tiny_bert, layers=1, hidden=24), shared(tiny_reranker))
+    config = replace(case, options=options).config(case.folder())
+    model, loss, featuriser = build(case, config, {"teacher": 24})
+    batch = plain_batch(case, model, featuriser)
+    value = reference_loss(
+        answered(case, batch, folder), config, parameters=dict(loss.named_parameters()),
+        mrl_dims=model.description.mrl_dims,
+    )  # fmt: skip
+    value.backward()
+    return {**full_gradients(model), **loss_gradients(loss), "loss": value.detach()}
+
+
+def answered(case: Case, batch: LossBatch, folder: Path) -> LossBatch:
+    """The batch with the teachers' answers, one vector for each occurrence."""
+    stores = [RowStore(folder / "teachers", path.name, KIND) for path in (folder / "teachers").iterdir()]
+    by_width = {store.width: store for store in stores}
+
+    def answers(keys: list[bytes], width: int) -> torch.Tensor:
+        rows = by_width[width].find_rows(keys)
+        return torch.from_numpy(np.stack([rows[place] for place in range(len(keys))]))
+
+    vectors, positive, negative, negative_scores = [], [], [], []
+    for example in examples(case):
+        query = item_key(example.query, "query")
+        for document in example.positives:
+            vectors += [query, item_key(document, "document")]
+            positive.append(pair_key(example.query, document))
+        vectors += [item_key(document, "document") for document in example.negatives]
+        negative += [pair_key(example.query, document) for document in example.negatives]
+        negative_scores += list(example.negative_scores or ())
+    teachers: dict[str, Any] = {}
+    if case.data != "graded":
+        scores = answers([*positive, *negative], 1)[:, 0] * 0.5
+        teachers = {
+            "teacher": TeacherVectors(answers(vectors, 24), batch.query, batch.positive, batch.negative),
+            "reranker": TeacherScores(scores[: len(positive)], scores[len(positive) :]),
+        }
+    return replace(
+        batch,
+        teachers=teachers,
+        number=BATCH_NUMBER,
+        negative_scores=torch.tensor(negative_scores, dtype=torch.float64) if negative_scores else None,
+    )
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("group", GROUPS)
+def test_gradient_is_that_of_the_formula(group: str, name: str) -> None:
+    found, folder = group_of(group)
+    if isinstance(found, RankFailed):
+        raise found
+    ours, later = found[name]
+    plain = wanted(BY_NAME[name], folder)
+    assert float(ours["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-9)
+    parameter, error = worst_error(ours, plain)
+    assert error < 1e-9, f"{parameter} is off by {error:.2e}"
+    assert bool(sum(later)) is (name == CASES[0].name), "answers that were not prepared are computed during the step"
+
+
+def test_the_same_text_has_a_key_for_each_role() -> None:
+    item = Item("text")
+    assert len({item_key(item, None), item_key(item, "query"), item_key(item, "document")}) == 3
+    assert pair_key(item, Item("other")) != pair_key(Item("other"), item)

@@ -1,0 +1,49 @@
+"""Identities for the cache of teachers: of a model's files with its settings, and of inputs and pairs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from vembed.config.schema import Teacher
+from vembed.data.examples import Item, Kind
+from vembed.data.feature_store import lasting_identity
+from vembed.data.row_store import KEY_BYTES
+
+FORMAT = 1
+"""Version of the identities. Increase it when a teacher gives other answers for the same files and settings."""
+SAMPLE = 2**20
+"""Bytes that are read at the beginning, middle and end of a large file."""
+
+
+def teacher_identity(folder: Path, teacher: Teacher, kind: str, arithmetic: str) -> str:
+    """Return a hash of a teacher's files and settings; of files above 3 MiB, of the size and three samples of 1 MiB."""
+    digest = hashlib.blake2b(digest_size=16)
+    settings = [FORMAT, kind, arithmetic, teacher.query_prompt, teacher.document_prompt, teacher.max_length]
+    digest.update(json.dumps(settings).encode())
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in (".json", ".safetensors", ".txt", ".model", ".jinja", ".bin") and path.is_file():
+            size = path.stat().st_size
+            digest.update(f"{path.relative_to(folder)} {size}".encode())
+            with path.open("rb") as file:
+                for start in (0,) if size <= 3 * SAMPLE else (0, size // 2, size - SAMPLE):
+                    file.seek(start)
+                    digest.update(file.read(3 * SAMPLE if size <= 3 * SAMPLE else SAMPLE))
+    return digest.hexdigest()
+
+
+def item_key(item: Item, kind: Kind | None) -> bytes:
+    """Return the key of an input in a role; `None` if the role makes no difference to the teacher."""
+    digest = hashlib.blake2b((kind or "").encode(), digest_size=KEY_BYTES)
+    if item.text is not None:
+        digest.update(b"t" + item.text.encode("utf-8", "surrogatepass"))
+    for image in item.images:
+        identity = lasting_identity(image)
+        digest.update(b"\0i" + len(identity).to_bytes(8, "little") + identity)
+    return digest.digest()
+
+
+def pair_key(query: Item, document: Item) -> bytes:
+    """Return the key of a (query, document) pair."""
+    return hashlib.blake2b(item_key(query, "query") + item_key(document, "document"), digest_size=KEY_BYTES).digest()

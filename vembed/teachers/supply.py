@@ -1,0 +1,205 @@
+"""Teachers: all teachers of a run. They answer for the training data before the first step, and for each batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vembed.config.schema import Teacher, TrainConfig
+from vembed.config.terms import followed_teacher, guide_of, loss_terms, needed_teachers, takes_vectors
+from vembed.data.examples import Example, Item
+from vembed.data.rank_batch import RankBatch
+from vembed.distributed import collectives
+from vembed.distributed.session import Session
+from vembed.errors import UserError
+from vembed.families.model_files import model_folder, read_json
+from vembed.losses.batch import LossBatch
+from vembed.losses.matryoshka import arithmetic_dtype
+from vembed.losses.targets import TeacherScores, TeacherVectors, Teaching
+from vembed.teachers.cached import CachedTeacher
+from vembed.teachers.embedders import Question, VectorTeacher
+from vembed.teachers.identity import item_key, pair_key, teacher_identity
+from vembed.teachers.rerankers import Pair, PairTeacher
+
+log = logging.getLogger("vembed")
+
+
+class TaughtData(Protocol):
+    """Examples by number, with a fingerprint of their contents."""
+
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Example: ...
+
+
+class Teachers:
+    """The teachers of a run, by name; none where no loss follows one."""
+
+    def __init__(self, config: TrainConfig, session: Session, folder: Path | None = None) -> None:
+        """`folder`: of the cache, by default vembed's own."""
+        self.session = session
+        self.vectors: dict[str, CachedTeacher[Question]] = {}
+        self.pairs: dict[str, CachedTeacher[Pair]] = {}
+        self._models: dict[str, VectorTeacher] = {}
+        self._scales: dict[str, float] = {}
+        wants_vectors = {guide_of(term) for _, term in loss_terms(config)}
+        wants_vectors |= {followed_teacher(term) for _, term in loss_terms(config) if takes_vectors(term)}
+        for teacher in needed_teachers(config):
+            files = model_folder(teacher.model, option="teacher")
+            if kind_of(teacher, files) == "reranker":
+                if teacher.label in wants_vectors:
+                    raise UserError(
+                        f"teacher {teacher.label} is a reranker, which scores listed pairs alone, and the losses need "
+                        "its vectors: use an embedding model for guide, embedding, relational and kl over the batch"
+                    )
+                identity = teacher_identity(files, teacher, "reranker", "float32")
+                model = PairTeacher(teacher, files, config, session)
+                self.pairs[teacher.label] = CachedTeacher(teacher.label, model, identity, session, folder)
+                self._scales[teacher.label] = teacher.scale
+            else:
+                embedder = VectorTeacher(teacher, config, session)
+                identity = teacher_identity(files, teacher, "embedder", str(session.mixed_precision))
+                self.vectors[teacher.label] = CachedTeacher(teacher.label, embedder, identity, session, folder)
+                self._models[teacher.label] = embedder
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Sizes of the teachers' vectors."""
+        return {name: one.dim for name, one in self._models.items()}
+
+    def prepare(self, examples: TaughtData) -> None:
+        """Compute all answers for the training data that are not on disk. Collective; every rank passes all examples.
+
+        If all of them were computed before, which a note on disk says by the data's fingerprint, no example is read.
+        """
+        fingerprint = examples.fingerprint
+        open_vectors = [name for name, one in self.vectors.items() if not one.is_complete(fingerprint)]
+        open_pairs = [name for name, one in self.pairs.items() if not one.is_complete(fingerprint)]
+        for name in [*self.vectors, *self.pairs]:
+            if name not in (*open_vectors, *open_pairs):
+                log.info("teacher %s: all answers were computed before", name)
+        if not open_vectors and not open_pairs:
+            return
+        questions: dict[str, dict[bytes, Question]] = {name: {} for name in open_vectors}
+        pairs: dict[bytes, Pair] = {}
+        for example in (examples[number] for number in range(len(examples))):
+            documents = (*example.positives, *example.negatives)
+            for name in open_vectors:
+                asked = questions[name]
+                asked.setdefault(self._key(name, example.query, True), (example.query, "query"))
+                for document in documents:
+                    asked.setdefault(self._key(name, document, False), (document, "document"))
+            if open_pairs:
+                for document in documents:
+                    pairs.setdefault(pair_key(example.query, document), (example.query, document))
+        for name in open_vectors:
+            self.vectors[name].complete(fingerprint, list(questions[name]), list(questions[name].values()))
+        for name in open_pairs:
+            self.pairs[name].complete(fingerprint, list(pairs), list(pairs.values()))
+
+    def attach(self, loss_batch: LossBatch, rank_batch: RankBatch, number: int) -> LossBatch:
+        """Return the loss batch with everything that teachers and data say about it. Collective.
+
+        `number`: of the batch in the run.
+        """
+        num_rows, num_negatives = len(rank_batch.query), len(rank_batch.negative)
+        found: dict[str, Teaching] = {}
+        has_scores = rank_batch.negative_scores is not None or not num_negatives
+        table = collectives.all_gather_ints([num_rows, num_negatives, int(has_scores)])
+        by_row, by_negative = [one[0] for one in table], [one[1] for one in table]
+        negative_scores = None
+        if sum(by_negative) and all(one[2] for one in table):
+            negative_scores = self._gather(_or_empty(rank_batch.negative_scores), by_negative).to(loss_batch.embeddings)
+        for name in self.vectors:
+            found[name] = self._vectors(name, rank_batch, by_row, by_negative, arithmetic_dtype(loss_batch.embeddings))
+        for name in self.pairs:
+            positive, negative = self._scores(name, rank_batch)
+            found[name] = TeacherScores(self._gather(positive, by_row), self._gather(negative, by_negative))
+        return replace(loss_batch, negative_scores=negative_scores, teachers=found, number=number)
+
+    def log_use(self) -> None:
+        """Log how many answers were computed during the run. Collective."""
+        used = {name: one.num_later for name, one in self.vectors.items()}
+        used |= {name: one.num_later for name, one in self.pairs.items()}
+        for name, later in zip(used, collectives.sum_ints(list(used.values())) if used else [], strict=True):
+            if later:
+                log.info("teacher %s: %s answers were computed during the run", name, f"{later:,d}")
+
+    def _vectors(
+        self, name: str, rank_batch: RankBatch, by_row: list[int], by_negative: list[int], dtype: torch.dtype
+    ) -> TeacherVectors:
+        """A teacher's vectors of the global batch. An input has one for each of its roles, if the teacher's differ."""
+        documents = np.concatenate((rank_batch.positive, rank_batch.negative))
+        keys: dict[bytes, int] = {}
+        questions: list[Question] = []
+        place: dict[tuple[int, bool], int] = {}
+        for is_query, places in ((True, rank_batch.query), (False, documents)):
+            for feature in np.unique(places).tolist():
+                item = rank_batch.items[feature]
+                key = self._key(name, item, is_query)
+                if key not in keys:
+                    keys[key] = len(questions)
+                    questions.append((item, "query" if is_query else "document"))
+                place[feature, is_query] = keys[key]
+        rows = self.vectors[name].answers(list(keys), questions)
+        counts = [one[0] for one in collectives.all_gather_ints([len(rows)])]
+        vectors = collectives.all_gather_rows(torch.from_numpy(rows).to(self.session.device), counts)
+        offset = sum(counts[: self.session.rank])
+        index = [
+            np.array([place[feature, is_query] + offset for feature in places.tolist()], dtype=np.int64)
+            for is_query, places in (
+                (True, rank_batch.query), (False, rank_batch.positive), (False, rank_batch.negative),
+            )
+        ]  # fmt: skip
+        query, positive, negative = (
+            self._gather(one, sizes) for one, sizes in zip(index, (by_row, by_row, by_negative), strict=True)
+        )
+        return TeacherVectors(vectors.to(dtype), query, positive, negative)
+
+    def _scores(self, name: str, rank_batch: RankBatch) -> tuple[np.ndarray, np.ndarray]:
+        """A reranker's scores of this rank's rows and hard negatives."""
+        query_of = dict(zip(rank_batch.example.tolist(), rank_batch.query.tolist(), strict=True))
+        asked = [*zip(rank_batch.query.tolist(), rank_batch.positive.tolist(), strict=True)]
+        asked += [
+            (query_of[example], negative)
+            for example, negative in zip(
+                rank_batch.negative_example.tolist(), rank_batch.negative.tolist(), strict=True
+            )
+        ]
+        pairs = [(rank_batch.items[query], rank_batch.items[document]) for query, document in asked]
+        distinct = {pair_key(*pair): pair for pair in pairs}
+        answers = self.pairs[name].answers(list(distinct), list(distinct.values()))[:, 0] * self._scales[name]
+        by_key = dict(zip(distinct, answers.tolist(), strict=True))
+        scores = np.array([by_key[pair_key(*pair)] for pair in pairs], dtype=np.float64)
+        return scores[: len(rank_batch.query)], scores[len(rank_batch.query) :]
+
+    def _key(self, name: str, item: Item, is_query: bool) -> bytes:
+        if not self._models[name].roles_differ:
+            return item_key(item, None)
+        return item_key(item, "query" if is_query else "document")
+
+    def _gather(self, values: np.ndarray, counts: list[int]) -> Tensor:
+        return collectives.all_gather_rows(torch.from_numpy(values).to(self.session.device), counts)
+
+
+def kind_of(teacher: Teacher, files: Path) -> str:
+    """Return `embedder` or `reranker`."""
+    if teacher.kind != "auto":
+        return teacher.kind
+    if (files / "modules.json").is_file():  # the layout of Sentence Transformers' embedding models
+        return "embedder"
+    architectures = (read_json(files / "config.json") or {}).get("architectures") or []
+    return "reranker" if any(name.endswith("ForSequenceClassification") for name in architectures) else "embedder"
+
+
+def _or_empty(values: np.ndarray | None) -> np.ndarray:
+    return np.empty(0, np.float64) if values is None else values
