@@ -53,7 +53,7 @@ def config(**values: Any) -> TrainConfig:
         ("loss: sigmoid\ntemperature: 0.001", "it is kept from 0.005 to 1: start inside"),
         ("output_dir: ''", "output_dir is empty"),
         ("loss: kl", "loss: kl follows a teacher, and the config names none"),
-        ("losses: [{loss: infonce}]\nloss: infonce", "losses and loss: infonce are two ways to say one thing"),
+        ("losses: [{loss: infonce}]\nloss: triplet", "losses and loss: triplet are two ways to say one thing"),
         ("losses: []", "losses is an empty list"),
         ("loss: relational\nteacher: scores", "loss: relational needs vectors, and teacher: scores has"),
         ("loss: kl\nteacher: scores\ndistill_candidates: batch", "loss: kl with distill_candidates: batch needs vec"),

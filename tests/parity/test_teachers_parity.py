@@ -97,7 +97,7 @@ def on_ranks(cases: list[tuple[Case, Path]], strategy: str, more: dict[str, Any]
             rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
             step = ContrastiveStep(
                 model, loss, featuriser, session, case.budget(), PhaseTimer(session.device),
-                MemoryGuard(config, session), SEED, teachers=teachers,
+                MemoryGuard(session), SEED, teachers=teachers,
             )  # fmt: skip
             result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
             synchronise(model, loss, session)

@@ -204,7 +204,8 @@ def _learned_temperature_in_range(config: TrainConfig) -> Violation | None:
 
 
 def _one_loss_or_a_list(config: TrainConfig) -> Violation | None:
-    if config.losses is None or (config.losses and "loss" not in config.model_fields_set):
+    # A config that was written by a run names every option, and `loss` with its default value.
+    if config.losses is None or (config.losses and config.loss == "infonce"):
         return None
     problem = f"and loss: {config.loss} are two ways to say one thing: keep one of them"
     return Violation(("losses", "loss"), f"losses {problem if config.losses else 'is an empty list: name a loss'}")

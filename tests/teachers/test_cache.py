@@ -1,0 +1,110 @@
+"""Answers of teachers on disk: a second run computes nothing, damage is named and mended, two runs share a folder."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.harness import run_ranks
+from tests.tiny import shared, texts, tiny_bert, tiny_reranker
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import Example, Item
+from vembed.data.row_store import RowStore
+from vembed.distributed.session import start_session
+from vembed.errors import UserError
+from vembed.teachers.cached import KIND
+from vembed.teachers.supply import Teachers
+
+LOSSES = [{"loss": "kl", "distill_candidates": "batch", "teacher": "bert"}, {"loss": "kl", "teacher": "reranker"}]
+
+
+def config_of(teacher: Path, reranker: Path, **options: Any) -> TrainConfig:
+    teachers = [{"model": str(teacher), "name": "bert"}, {"model": str(reranker), "name": "reranker"}]
+    return TrainConfig(model_name=str(teacher), data_path="none", teachers=teachers, losses=LOSSES, **options)
+
+
+def rows(count: int = 30) -> list[Example]:
+    words = texts(3 * count, seed=1, longest=12)
+    return [Example(Item(words[3 * n]), (Item(words[3 * n + 1]),), (Item(words[3 * n + 2]),)) for n in range(count)]
+
+
+def prepare(config: TrainConfig, cache: Path, examples: list[Example], fingerprint: str = "data") -> dict[str, int]:
+    """Called on every rank: the answers that were added to the stores."""
+    with start_session(config) as session:
+        teachers = Teachers(config, session, cache)
+        teachers.prepare(examples, fingerprint)
+        return {name: one.store.num_added for name, one in (*teachers.vectors.items(), *teachers.pairs.items())}
+
+
+def run(world_size: int, config: TrainConfig, cache: Path, *more: Any) -> list[dict[str, int]]:
+    return run_ranks(prepare, world_size, config, cache, rows(), *more, timeout=60, process_group=False)
+
+
+@pytest.fixture
+def config() -> TrainConfig:
+    return config_of(shared(tiny_bert), shared(tiny_reranker), strategy="ddp")
+
+
+def stores(cache: Path) -> dict[int, RowStore]:
+    found = [RowStore(cache / "teachers", path.name, KIND) for path in (cache / "teachers").iterdir()]
+    return {store.width or 0: store for store in found}
+
+
+def test_two_ranks_answer_once_and_a_second_run_reads(tmp_path: Path, config: TrainConfig) -> None:
+    first = run(2, config, tmp_path)
+    assert first == [{"bert": 90, "reranker": 60}, {"bert": 0, "reranker": 0}], "one process of a machine writes"
+    assert {width: len(store) for width, store in stores(tmp_path).items()} == {32: 90, 1: 60}
+    again = run_ranks(prepare, 1, config, tmp_path, [], "data", timeout=60, process_group=False)
+    assert again == [{"bert": 0, "reranker": 0}]
+    assert run(1, config, tmp_path, "more data") == [{"bert": 0, "reranker": 0}]
+
+
+def test_damage_is_named_and_mended(tmp_path: Path, config: TrainConfig, caplog: pytest.LogCaptureFixture) -> None:
+    run(1, config, tmp_path)
+    whole = {width: store.find_rows(list(store._places)) for width, store in stores(tmp_path).items()}
+    (file,) = stores(tmp_path)[32].folder.glob("*.answers")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 3])
+    (other,) = stores(tmp_path)[1].folder.glob("*.answers")
+    other.write_bytes(b"something else entirely, of another program" * 9)
+    caplog.set_level(logging.WARNING, logger="vembed")
+    with caplog.at_level(logging.INFO):
+        assert prepare(config, tmp_path, rows()) == {"bert": 90, "reranker": 60}
+    assert f"{stores(tmp_path)[32].folder} holds 0 answers of 90: the others are computed anew" in caplog.text
+    assert f"{other} does not hold answers of this teacher" in caplog.text
+    again = {width: store.find_rows(list(store._places)) for width, store in stores(tmp_path).items()}
+    for width, found in again.items():
+        assert len(found) == len(whole[width])
+        for one, two in zip(found.values(), whole[width].values(), strict=True):
+            np.testing.assert_allclose(one, two, atol=1e-6)
+
+
+def test_the_answers_change_with_the_model_and_its_settings(tmp_path: Path, config: TrainConfig) -> None:
+    run(1, config, tmp_path)
+    entries = [{"model": str(shared(tiny_bert)), "name": "bert", "max_length": 4}, *config.to_dict()["teachers"][1:]]
+    changed = TrainConfig(**{**config.to_dict(), "teachers": entries})
+    assert run(1, changed, tmp_path) == [{"bert": 90, "reranker": 0}]
+
+
+def test_a_second_start_takes_no_time(tmp_path: Path) -> None:
+    """100,000 answers: what a start does with them is to look at the files and at the keys."""
+    store = RowStore(tmp_path, "identity", KIND)
+    keys = [number.to_bytes(16, "little") for number in range(100_000)]
+    for start in range(0, len(keys), 2048):
+        some = keys[start : start + 2048]
+        store.add_rows(some, np.ones((len(some), 64), np.float32))
+    began = time.perf_counter()
+    again = RowStore(tmp_path, "identity", KIND)
+    assert again.missing(keys) == []
+    assert len(again.find_rows(keys[:2000])) == 2000
+    assert time.perf_counter() - began < 5
+
+
+def test_a_reranker_gives_no_vectors(config: TrainConfig) -> None:
+    asked = TrainConfig(**{**config.to_dict(), "losses": [{"loss": "relational", "teacher": "reranker"}]})
+    with start_session(asked) as session, pytest.raises(UserError, match="teacher reranker is a reranker"):
+        Teachers(asked, session)

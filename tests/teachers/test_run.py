@@ -1,0 +1,70 @@
+"""Whole runs with teachers, through the function that the command calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vembed
+from tests.data.pictures import write
+from tests.tiny import shared, texts, tiny_bert, tiny_clip
+from vembed.data import cache
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cache.cache_folder() == tmp_path / "cache" / "vembed"
+
+
+def train(tmp_path: Path, records: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
+    """The logged steps of a run."""
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    settings = {
+        "model_name": str(shared(tiny_bert)), "data_path": str(path), "output_dir": str(tmp_path / "out"),
+        "batch_size": 4, "max_steps": 3, "logging_steps": 1, "report_to": [], **options,
+    }  # fmt: skip
+    vembed.train(settings)
+    return [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def records(count: int = 12) -> list[dict[str, Any]]:
+    words = texts(4 * count, seed=1, longest=12)
+    return [
+        {"query": words[4 * n], "positive": words[4 * n + 1], "negatives": words[4 * n + 2 : 4 * n + 4]}
+        for n in range(count)
+    ]
+
+
+def test_a_run_with_several_losses_and_a_teacher(tmp_path: Path) -> None:
+    losses = [
+        {"loss": "infonce", "guide": "teacher", "mix_negatives": 1},
+        {"loss": "embedding"},
+        {"loss": "spread_out"},
+    ]
+    teacher = {"model": str(shared(tiny_bert, layers=1, hidden=24)), "name": "teacher"}
+    steps = train(tmp_path, records(), losses=losses, teachers=[teacher], use_mrl=True, mrl_dims=[8, 32])
+    assert len([step for step in steps if "loss" in step]) == 3
+    weights = (tmp_path / "out" / "final").rglob("*.safetensors")
+    assert all("projection" not in path.name for path in weights)
+
+
+def test_a_teacher_of_texts_and_images(tmp_path: Path) -> None:
+    pictures = [write(tmp_path / f"{n}.jpg", seed=n).name for n in range(8)]
+    rows = [{"query": text, "positive": {"image": name}} for text, name in zip(texts(8, seed=2), pictures, strict=True)]
+    clip = str(shared(tiny_clip))
+    steps = train(
+        tmp_path, rows, model_name=clip, losses=[{"loss": "embedding"}, {"loss": "relational"}], teachers=[clip]
+    )
+    assert len([step for step in steps if "loss" in step]) == 3
+
+
+def test_scores_in_the_data(tmp_path: Path) -> None:
+    scored = [{**one, "scores": [2.0, 0.5, -1.0]} for one in records()]
+    train(tmp_path, scored, loss="kl", teacher="scores", temperature=1.0)
+    apart = [{**one, "positive_scores": [2.0], "negative_scores": [0.5, -1.0]} for one in records()]
+    train(tmp_path, apart, loss="margin_mse", teacher="scores", resume=False, output_dir=str(tmp_path / "out2"))
