@@ -25,9 +25,11 @@ from tests.parity.engine import (
     plain_batch,
     worst_error,
 )
+from tests.teachers.test_cache import Data
 from tests.tiny import shared, tiny_bert, tiny_reranker
 from vembed.data.batches import rank_rows
 from vembed.data.examples import Item
+from vembed.data.feeding import Feeder
 from vembed.data.rank_batch import make_rank_batch
 from vembed.data.row_store import RowStore
 from vembed.distributed.session import start_session
@@ -36,9 +38,9 @@ from vembed.losses.targets import TeacherScores, TeacherVectors
 from vembed.teachers.cached import KIND
 from vembed.teachers.identity import item_key, pair_key
 from vembed.teachers.supply import Teachers
+from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep
-from vembed.training.timing import PhaseTimer
 from vembed.training.update import synchronise
 
 MRL = {"use_mrl": True, "mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
@@ -90,15 +92,13 @@ def on_ranks(cases: list[tuple[Case, Path]], strategy: str, more: dict[str, Any]
             config = case.config(folder, strategy=strategy, **more)
             teachers, rows = Teachers(config, session, cache), examples(case)
             if number:
-                teachers.prepare(rows, f"data-{case.data}")
+                teachers.prepare(Data(rows, f"data-{case.data}"))
             embedder, loss, featuriser = build(case, config, teachers.dims)
             model = session.prepare(embedder, embedder.description.layer_classes)
             own = rank_rows(len(rows), session.rank, session.world_size)
             rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
-            step = ContrastiveStep(
-                model, loss, featuriser, session, case.budget(), PhaseTimer(session.device),
-                MemoryGuard(session), SEED, teachers=teachers,
-            )  # fmt: skip
+            source, guard = InputSource(model, Feeder(featuriser, session.device), session), MemoryGuard(session)
+            step = ContrastiveStep(model, loss, source, session, case.budget(), guard, SEED, teachers)
             result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
             synchronise(model, loss, session)
             later = {name: one.num_later for name, one in (*teachers.vectors.items(), *teachers.pairs.items())}

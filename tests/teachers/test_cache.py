@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,25 @@ def rows(count: int = 30) -> list[Example]:
     return [Example(Item(words[3 * n]), (Item(words[3 * n + 1]),), (Item(words[3 * n + 2]),)) for n in range(count)]
 
 
+@dataclass
+class Data:
+    """Examples with a fingerprint, as a store of examples has one."""
+
+    examples: list[Example]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int, /) -> Example:
+        return self.examples[index]
+
+
 def prepare(config: TrainConfig, cache: Path, examples: list[Example], fingerprint: str = "data") -> dict[str, int]:
     """Called on every rank: the answers that were added to the stores."""
     with start_session(config) as session:
         teachers = Teachers(config, session, cache)
-        teachers.prepare(examples, fingerprint)
+        teachers.prepare(Data(examples, fingerprint))
         return {name: one.store.num_added for name, one in (*teachers.vectors.items(), *teachers.pairs.items())}
 
 

@@ -125,7 +125,7 @@ class ContrastiveStep:
         seed: int,
         teachers: Teachers | None = None,
     ) -> None:
-        """`budget` may be replaced between two batches, after a shortage of memory. `teachers`: see `Teachers.attach`."""
+        """`budget` may be replaced between two batches, after a shortage of memory. `teachers`: of the loss, if any."""
         self.model = model
         self.loss = loss
         self.source = source
