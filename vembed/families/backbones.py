@@ -1,31 +1,25 @@
-"""Backbones of Transformers: model class, layers and sizes of a config, and loading of weights."""
+"""Backbones of Transformers, known from their config: model class, layers, sizes, pooling of images and dtype."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import cast
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModel, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
 
 from vembed.errors import UserError
 from vembed.families.table import Family, Pooling
 
-log = logging.getLogger(__name__)
-
-_ENCODER_ONLY = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
+ENCODER_ONLY = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
 """Encoder-decoder types of which only the encoder is used."""
 _POOLED_BY_MEAN = ("convnext", "convnextv2", "dinov3_convnext")
 _CLASS_TOKENS = ("cls_token", "class_embedding", "class_token")
@@ -60,10 +54,10 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> type[PreTrainedModel]:
     """Return the model class without a task head."""
     kind = str(config.model_type)
-    if kind in _ENCODER_ONLY:
+    if kind in ENCODER_ONLY:
         import transformers
 
-        return cast(type[PreTrainedModel], getattr(transformers, _ENCODER_ONLY[kind]))
+        return cast(type[PreTrainedModel], getattr(transformers, ENCODER_ONLY[kind]))
     own_code = config.to_dict().get("auto_map", {}).get("AutoModel")
     if own_code is not None and trust_remote_code:
         return cast(type[PreTrainedModel], get_class_from_dynamic_module(own_code, config.name_or_path))
@@ -160,122 +154,12 @@ def _repeated(model: nn.Module) -> Iterator[list[nn.Module]]:
             yield children
 
 
-def adjust_config(config: PretrainedConfig, *, bidirectional: bool) -> None:
-    """Change settings of the published config that embedding needs otherwise."""
-    if config.model_type == "vit_mae":
-        config.mask_ratio = 0.0  # pre-training masks random patches; an embedding must see all of them
-    if config.model_type == "dinov3_vit":  # pre-training moves positions at random; embeddings must be deterministic
-        config.pos_embed_shift = config.pos_embed_jitter = config.pos_embed_rescale = None
-    if bidirectional:
-        config.get_text_config().is_causal = False
-
-
-def see_all_tokens(model: nn.Module) -> None:
-    """Disable causal attention of a decoder, also for kernels that apply it without an explicit mask."""
-    for module in model.modules():
-        if vars(module).get("is_causal") is True:
-            vars(module)["is_causal"] = False
-
-
-def share_embeddings(model: Any) -> None:
-    """Use one module for T5's embedding matrix: it is registered in two, which FSDP would shard as two parameters."""
-    if model.config.model_type in _ENCODER_ONLY:
-        model.set_input_embeddings(model.get_input_embeddings())
-
-
-# ---- loading ---------------------------------------------------------------------------------------------------
-
-
-def load_backbone(
-    folder: Path,
-    config: PretrainedConfig,
-    *,
-    dtype: torch.dtype | Literal["auto"],
-    attn_implementation: str | None,
-    trust_remote_code: bool,
-    meta: bool,
-    quantization: BitsAndBytesConfig | None = None,
-    device: torch.device | None = None,
-) -> PreTrainedModel:
-    """Return the model with its weights.
-
-    `meta`: leave the parameters empty and fill the buffers only. `quantization`, `device`: quantise the weights on that
-    device while they are read.
-    """
-    chosen = model_class(config, trust_remote_code=trust_remote_code)
-    if meta:
-        resolved = file_dtype(config) if dtype == "auto" else dtype
-        with init_empty_weights(include_buffers=False), _default_dtype(resolved):
-            return chosen._from_config(config, dtype=resolved, attn_implementation=attn_implementation)
-    if not list(folder.glob("*.safetensors")):
-        raise UserError(
-            f"{folder} has no .safetensors file, and vembed reads no pickled weights; "
-            "load the model with Transformers once and save it again"
-        )
-    with quiet_transformers():
-        model, info = chosen.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            quantization_config=quantization,
-            device_map=None if quantization is None else {"": device},
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    _check_loading(folder, model, info)
-    return cast(PreTrainedModel, model)
-
-
-def _check_loading(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Raise UserError if weights are missing from the folder, unless no embedding depends on them (poolers)."""
-    missing = sorted(name for name in info["missing_keys"] if not is_never_used(name))
-    if missing:
-        raise UserError(
-            f"{folder} lacks {len(missing):,d} of the weights of {type(model).__name__}, {missing[0]} among them; "
-            "it is incomplete, or its config.json is that of another model"
-        )
-    unexpected = sorted(info["unexpected_keys"])
-    if unexpected:
-        log.info("ignored %d unused weights of %s (first: %s)", len(unexpected), folder, unexpected[0])
-
-
-def is_never_used(name: str) -> bool:
-    """Return True for parameters that no embedding depends on: poolers over the first token, mask tokens."""
-    return name.startswith("pooler.") or ".pooler." in name or name.rsplit(".", 1)[-1] == "mask_token"
-
-
 def file_dtype(config: PretrainedConfig) -> torch.dtype:
     """Return the dtype that config.json states for the weights."""
     dtype = config.dtype
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Suppress progress bars and load reports of Transformers; vembed checks the result itself."""
-    verbosity = transformers_logging.get_verbosity()
-    bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bar:
-            transformers_logging.enable_progress_bar()
 
 
 def _first_sentence(text: str) -> str:

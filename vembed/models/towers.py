@@ -11,8 +11,9 @@ from typing import Any, get_args
 from torch import nn
 
 from vembed.errors import UserError
-from vembed.families.backbones import is_never_used, layers_of
+from vembed.families.backbones import layers_of
 from vembed.families.table import Family, Modality, Pooling, Tower
+from vembed.models.loading import is_never_used
 
 log = logging.getLogger(__name__)
 
