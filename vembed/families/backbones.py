@@ -21,6 +21,10 @@ from vembed.families.table import Family, Pooling
 
 ENCODER_ONLY = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
 """Encoder-decoder types of which only the encoder is used."""
+POSITIONS_AFTER_PADDING = frozenset(
+    {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "roberta-prelayernorm"}
+)
+"""Model types whose positions start after the padding token's id, which leaves fewer for the text."""
 _POOLED_BY_MEAN = ("convnext", "convnextv2", "dinov3_convnext")
 _CLASS_TOKENS = ("cls_token", "class_embedding", "class_token")
 """Names of the parameter that is the class token."""

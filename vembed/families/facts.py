@@ -16,10 +16,6 @@ from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.families.model_files import SentenceTransformersFiles, read_json, read_model
 from vembed.families.table import Family
 
-_OFFSET_POSITIONS = frozenset(
-    {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "roberta-prelayernorm"}
-)
-"""Model types whose positions start after the padding token's id, which leaves fewer for the text."""
 _BGE_ZH = (
     "\u4e3a\u8fd9\u4e2a\u53e5\u5b50\u751f\u6210\u8868\u793a\u4ee5\u7528\u4e8e\u68c0\u7d22\u76f8\u5173\u6587\u7ae0\uff1a"
 )
@@ -125,7 +121,7 @@ def max_length(facts: Facts, family: Family) -> int:
     asked = facts.config.max_length
     text = facts.model_config.get_text_config()
     positions = text.to_dict().get("max_position_embeddings")
-    if positions is not None and positions > 0 and facts.model_type in _OFFSET_POSITIONS:
+    if positions is not None and positions > 0 and facts.model_type in backbones.POSITIONS_AFTER_PADDING:
         positions -= int(text.pad_token_id) + 1
     if not family.reads_text:
         facts.reasons["max_length"] = "an image encoder reads no text"

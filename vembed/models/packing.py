@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from vembed.config.schema import TrainConfig
-from vembed.families.backbones import is_decoder_only
+from vembed.families.backbones import POSITIONS_AFTER_PADDING, is_decoder_only
 from vembed.models import cpu_kernels
 
 IMPLEMENTATION = "vembed_packed"
@@ -26,8 +26,6 @@ TOKENS = "token_index"
 """Input key: positions of real tokens in the flattened input_ids, computed on the host to avoid a GPU sync."""
 MODEL_TYPES = ("bert", "distilbert", "llama", "mistral", "qwen2", "qwen3", "roberta", "xlm-roberta")
 """Model types whose layers pass extra arguments on to attention and use the given positions; each is tested."""
-_POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta")
-"""Model types whose positions start after the padding token's id."""
 _LONGEST_HEAD = 256
 
 
@@ -103,7 +101,7 @@ def hidden_states(backbone: Any, input_ids: Tensor, mask: Tensor | None, index: 
         tokens, places = input_ids.flatten()[index], (mask.cumsum(dim=1) - 1).flatten()[index]
         # Cumulative text lengths with a leading 0: [n + 1].
         starts = functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
-    if backbone.config.model_type in _POSITIONS_AFTER_PADDING:
+    if backbone.config.model_type in POSITIONS_AFTER_PADDING:
         places = places + backbone.config.pad_token_id + 1
     arguments: dict[str, Any] = {"use_cache": False} if is_decoder_only(backbone.config) else {}
     output: Tensor = backbone(
