@@ -19,6 +19,18 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("vembed")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --promise ROW."""
+    parser.addoption("--promise", help="run the tests of one row of tests/acceptance/README.md alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests whose mark names the row of --promise."""
+    row = config.getoption("--promise")
+    if row is not None:
+        items[:] = [one for one in items if any(row in mark.args for mark in one.iter_markers("promise"))]
+
+
 def pytest_sessionstart() -> None:
     """A shell that runs tests in the background lets them ignore Ctrl-C and the closing of its terminal; the processes
     that tests start are to obey them."""

@@ -29,7 +29,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 STEPS = 6
 
 
-def test_extras_and_lower_bounds_A06_A07() -> None:
+@pytest.mark.promise("A06", "A07")
+def test_extras_and_lower_bounds() -> None:
     extras = {name: {Requirement(one).name for one in some} for name, some in PROJECT["optional-dependencies"].items()}
     assert extras["fsdp"] == {"bitsandbytes", "torchao"}
     assert {"demo", "gpu", "wandb", "dev", "docs"} <= set(extras)
@@ -48,20 +49,23 @@ def test_the_oldest_versions_that_ci_trains_with_are_the_lower_bounds() -> None:
         assert Version(lowest[name]) == Version(tried[name]), name
 
 
-def test_variables_reach_every_process_A14_D35_E31_E33() -> None:
+@pytest.mark.promise("A14", "D35", "E31", "E33")
+def test_variables_reach_every_process() -> None:
     given = {"NCCL_DEBUG": "TRACE", "NCCL_SOCKET_IFNAME": "eth0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PATH": "/bin"}
     for environment in rank_environments(3, env=given):
         assert given.items() <= environment.items()
 
 
-def test_the_fourth_preset_of_document_c_is_a_config_of_three_lines_C17() -> None:
+@pytest.mark.promise("C17")
+def test_the_fourth_preset_of_document_c_is_a_config_of_three_lines() -> None:
     block = {"distributed": {"strategy": "ddp", "num_nodes": 4, "devices": 8, "sync_batchnorm": True}}
     config = load_config({"model_name": "m", "data_path": "d", **block})
     assert (config.strategy, config.num_machines, config.num_processes, config.sync_batchnorm) == ("ddp", 4, 8, True)
 
 
 @pytest.mark.parametrize("target", ["train-free-fsdp", "train-baseline-fsdp"])
-def test_make_targets_of_document_e_E02_E03(target: str) -> None:
+@pytest.mark.promise("E02", "E03")
+def test_make_targets_of_document_e(target: str) -> None:
     command = ["make", "--no-print-directory", "-n", "-o", ".venv/.dev", target]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     words = done.stdout.strip().splitlines()[-1].split()
@@ -103,7 +107,10 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "loss" in line]
 
 
-def test_one_command_on_two_processes_A08_A22_D19_D20_D21_D38_D41_D44_E01_E24_E30_E32_E35_E38(tmp_path: Path) -> None:
+@pytest.mark.promise(
+    "A08", "A22", "D19", "D20", "D21", "D38", "D41", "D44", "E01", "E06", "E14", "E24", "E30", "E32", "E35", "E38"
+)
+def test_one_command_on_two_processes(tmp_path: Path) -> None:
     one = tmp_path / "one"
     vembed.train(write_config(one, global_batch_size=16))
     two = tmp_path / "two"
@@ -140,7 +147,8 @@ def test_one_command_on_two_processes_A08_A22_D19_D20_D21_D38_D41_D44_E01_E24_E3
     assert vectors[0] == pytest.approx(vectors[1], abs=1e-4)
 
 
-def test_accumulated_batches_have_only_their_own_negatives_C28(tmp_path: Path) -> None:
+@pytest.mark.promise("C28")
+def test_accumulated_batches_have_only_their_own_negatives(tmp_path: Path) -> None:
     large = vembed.train(write_config(tmp_path / "large", batch_size=16, max_steps=1, save_steps=None))
     small = vembed.train(
         write_config(tmp_path / "small", batch_size=8, gradient_accumulation_steps=2, max_steps=1, save_steps=None)
@@ -150,7 +158,8 @@ def test_accumulated_batches_have_only_their_own_negatives_C28(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_a_run_recomputes_layers_and_drops_out_C12_D22_E16(
+@pytest.mark.promise("C12", "D22", "E16")
+def test_a_run_recomputes_layers_and_drops_out(
     checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []

@@ -1,42 +1,36 @@
-"""The table in README.md names every promise, and every test, page and command that it names exists."""
+"""The table names every promise and what shows it: tests by their marks, pages, commands."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT
+from tests.acceptance.table import README, marked_tests, promises, table
 
-TABLE = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-ROWS = {cells[1]: cells[2:] for line in TABLE.splitlines() if len(cells := [c.strip() for c in line.split("|")]) == 6}
 NUM_ROWS = {"A": 26, "B": 33, "C": 34, "D": 46, "E": 41}
-PROMISES = [f"{document}{number:02d}" for document, last in NUM_ROWS.items() for number in range(1, last + 1)]
+ROWS = [f"{document}{number:02d}" for document, last in NUM_ROWS.items() for number in range(1, last + 1)]
+MARKED = list(marked_tests())
 
 
 def test_every_promise_has_one_row() -> None:
-    assert [row for row in ROWS if re.fullmatch(r"[A-E]\d\d", row)] == PROMISES
+    assert list(promises()) == ROWS
 
 
-@pytest.mark.parametrize("row", PROMISES)
-def test_what_shows_it_exists(row: str) -> None:
-    _, kind, shown, _ = ROWS[row]
-    tests = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", shown)
-    for file, name in tests:
-        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), f"{row}: {file}::{name}"
-    pages = re.findall(r"\]\(\.\./\.\./docs/", shown)
-    commands = re.search(r"`vembed |as E19|the same lines", shown)
+def test_the_table_is_made_from_the_marks() -> None:
+    assert README.read_text(encoding="utf-8") == table(), "run: python -m tests.acceptance.table"
+
+
+def test_marks_name_promises() -> None:
+    assert [(row, test) for row, test in MARKED if row not in ROWS] == []
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_is_shown(row: str) -> None:
+    kind, also = promises()[row]["kind"], promises()[row].get("also", "")
     if "CFG" in kind or "CPU2" in kind:
-        assert tests or row == "E37", row
+        assert row in {marked for marked, _ in MARKED} or row == "E37"
     elif "DOC" in kind:
-        assert pages, row
+        assert "](../../docs/" in also
     else:
-        assert commands, row
-
-
-def test_rows_in_the_names_of_tests_are_promises() -> None:
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE):
-            for row in re.findall(r"_([A-E]\d\d)(?=_|$)", name):
-                assert row in PROMISES, f"{path.name}: {name}"
+        assert re.search(r"`vembed |as E19|the same lines", also)

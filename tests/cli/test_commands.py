@@ -55,7 +55,8 @@ def test_train_shows_its_own_help(vembed: Command) -> None:
     assert done.code == 0
 
 
-def test_dry_run_resolves_everything_without_torch_D01_D21_D22(process: Command) -> None:
+@pytest.mark.promise("D01", "D21", "D22")
+def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
     text = "model_name: Qwen/Qwen3-VL-Embedding-8B\ndata_path: data/train.jsonl\nbatch_size: 16\nuse_fsdp: true\n"
     Path("cfg.yaml").write_text(text + "use_lora: true\nfsdp_backward_prefetch: BACKWARD_PRE\nlr: 2.0e-5\n")
     Path("data").mkdir()
@@ -115,9 +116,8 @@ def test_dry_run_resolves_everything_without_torch_D01_D21_D22(process: Command)
         ),
     ],
 )
-def test_dry_runs_of_the_documents_C14_C15_C16_C17_C18_C19_C33_E26(
-    vembed: Command, cfg: str, words: str, expected: str
-) -> None:
+@pytest.mark.promise("C14", "C15", "C16", "C17", "C18", "C19", "C33", "E26")
+def test_dry_runs_of_the_documents(vembed: Command, cfg: str, words: str, expected: str) -> None:
     done = vembed("train", cfg, *words.split(), "--dry-run")
     assert done.code == 0, done.err
     assert expected in done.out
@@ -136,14 +136,16 @@ def test_dry_runs_of_the_documents_C14_C15_C16_C17_C18_C19_C33_E26(
         ("use_fsdp=true fsdp_state_dict_type=local_state_dict --dry-run", "use SHARDED_STATE_DICT"),
     ],
 )
-def test_what_cannot_be_started_is_said_first_C18_E12_E26(vembed: Command, cfg: str, words: str, sentence: str) -> None:
+@pytest.mark.promise("C18", "E12", "E26")
+def test_what_cannot_be_started_is_said_first(vembed: Command, cfg: str, words: str, sentence: str) -> None:
     done = vembed("train", cfg, *words.split())
     assert done.code == 2
     assert done.err.startswith("error: ")
     assert sentence in done.err
 
 
-def test_everything_on_the_command_line_A08_A11(vembed: Command) -> None:
+@pytest.mark.promise("A08", "A11")
+def test_everything_on_the_command_line(vembed: Command) -> None:
     done = vembed(
         "train", "--use-fsdp", "true", "--model", "some/model", "--data", "d.jsonl", "--nproc", "2", "--dry-run"
     )
@@ -160,7 +162,8 @@ def test_help_and_version_of_the_rest(vembed: Command) -> None:
     assert vembed("--version").out.startswith("vembed 0")
 
 
-def test_machines_in_the_environment_C26_B26(vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.promise("B26", "C26")
+def test_machines_in_the_environment(vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     done = vembed("train", cfg, "--dry-run")
@@ -194,7 +197,8 @@ def test_accelerate_launch_without_gpus_says_what_to_type(
     assert "world size: 2 = 2 process(es)" in vembed("train", cfg, "--nproc", "2", "--dry-run").out
 
 
-def test_a_stage_needs_the_one_before_it_C20(vembed: Command) -> None:
+@pytest.mark.promise("C20")
+def test_a_stage_needs_the_one_before_it(vembed: Command) -> None:
     Path("cfg.yaml").write_text(
         "model_name: m\ndata_path: d\ntraining_stages:\n  one: {epochs: 1}\n  two: {epochs: 2}\n"
     )
@@ -224,7 +228,8 @@ def test_a_stage_needs_the_one_before_it_in_python_too(tmp_path: Path, monkeypat
         train(stages, ["stage=two"])
 
 
-def test_the_entry_point_works_as_a_file_of_a_checkout_D04(process: Command, tmp_path: Path) -> None:
+@pytest.mark.promise("D04")
+def test_the_entry_point_works_as_a_file_of_a_checkout(process: Command, tmp_path: Path) -> None:
     Path("cfg.yaml").write_text("model_name: m\ndata_path: d\n")
     shutil.copytree(ROOT / "vembed", "checkout/vembed", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "configs", "checkout/configs")

@@ -40,7 +40,8 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_train_here_and_on_two_sharded_processes_A08_D43(vembed: Command, run_config: str) -> None:
+@pytest.mark.promise("A08", "D43")
+def test_train_here_and_on_two_sharded_processes(vembed: Command, run_config: str) -> None:
     here = vembed("train", run_config, "output_dir=one")
     assert here.code == 0, here.err
     there = command("train", run_config, "output_dir=two", "--nproc", "2", "--use-fsdp", "true")
@@ -73,7 +74,8 @@ def test_eval_and_encode(vembed: Command, run_config: str) -> None:
     assert vembed("encode", model, "nowhere.jsonl", "vectors.npy").code == 2
 
 
-def test_encode_on_two_processes_writes_the_same_B14_B15(vembed: Command, run_config: str) -> None:
+@pytest.mark.promise("B14", "B15")
+def test_encode_on_two_processes_writes_the_same(vembed: Command, run_config: str) -> None:
     model = str(shared(tiny_bert_st))
     Path("seven.txt").write_text("".join(f"{text}\n" for text in texts(7)))
     assert vembed("encode", model, "seven.txt", "one.npy").code == 0

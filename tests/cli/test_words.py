@@ -36,13 +36,15 @@ from vembed.errors import UserError
         ("--scale 20", ["scale=20"]),
     ],
 )
-def test_flags_become_options_B19_A17_A18_B25(words: str, overrides: list[str]) -> None:
+@pytest.mark.promise("A17", "A18", "B19", "B25")
+def test_flags_become_options(words: str, overrides: list[str]) -> None:
     before = parse_train_arguments(["cfg.yaml", *words.split()])
     after = parse_train_arguments([*words.split(), "cfg.yaml"])
     assert before == after == TrainArguments("cfg.yaml", tuple(overrides))
 
 
-def test_what_only_the_launcher_needs_A10_C20() -> None:
+@pytest.mark.promise("A10", "C20")
+def test_what_only_the_launcher_needs() -> None:
     words = "--config cfg.toml --machine-rank 1 --main-process-ip 10.0.0.1 --main_process_port 1234 --stage stage2"
     assert parse_train_arguments([*words.split(), "--dry-run"]) == TrainArguments(
         "cfg.toml", (), "stage2", machine_rank=1, main_process_ip="10.0.0.1", main_process_port=1234, is_dry_run=True

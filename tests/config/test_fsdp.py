@@ -42,13 +42,15 @@ def refusal(write_config: WriteConfig, text: str) -> str:
     return str(caught.value)
 
 
-def test_off_by_default_B03(write_config: WriteConfig) -> None:
+@pytest.mark.promise("B03")
+def test_off_by_default(write_config: WriteConfig) -> None:
     run = resolve_run(write_config(), env={})
     assert run.config.use_fsdp is False
     assert run.strategy.value == "auto"
 
 
-def test_use_fsdp_reads_the_packaged_file_B04_B05_B06_B07_D06_D07_D08(write_config: WriteConfig) -> None:
+@pytest.mark.promise("B04", "B05", "B06", "B07", "D06", "D07", "D08")
+def test_use_fsdp_reads_the_packaged_file(write_config: WriteConfig) -> None:
     settings, notes = resolved(write_config, "use_fsdp: true\n")
     assert settings == FsdpConfig(source="configs/accelerate_fsdp.yaml")
     assert (settings.version, settings.sharding_strategy, settings.offload) == (2, "FULL_SHARD", False)
@@ -56,7 +58,8 @@ def test_use_fsdp_reads_the_packaged_file_B04_B05_B06_B07_D06_D07_D08(write_conf
     assert notes == []
 
 
-def test_the_documents_file_D07_D08_D09_D10_D11_D12_D13_D14_D15(write_config: WriteConfig) -> None:
+@pytest.mark.promise("D07", "D08", "D09", "D10", "D11", "D12", "D13", "D14", "D15")
+def test_the_documents_file(write_config: WriteConfig) -> None:
     write_config()
     Path("accelerate.yaml").write_text(DOCUMENT_D)
     settings, notes = resolved(write_config, "use_fsdp: true\naccelerate_config: accelerate.yaml\n")
@@ -92,9 +95,8 @@ def test_training_yaml_overrides_the_file(write_config: WriteConfig) -> None:
         ("fsdp_sync_module_states: true", "fsdp_sync_module_states: true"),
     ],
 )
-def test_what_only_fsdp1_has_is_accepted_and_said_once_C09_C11_C13_E08_E13(
-    write_config: WriteConfig, line: str, name: str
-) -> None:
+@pytest.mark.promise("C09", "C11", "C13", "E08", "E13")
+def test_what_only_fsdp1_has_is_accepted_and_said_once(write_config: WriteConfig, line: str, name: str) -> None:
     _, notes = resolved(write_config, f"use_fsdp: true\n{line}\n")
     assert len(notes) == 1
     assert notes[0].startswith(f"{name} has no effect under FSDP2: FSDP2 ")
@@ -119,19 +121,22 @@ def test_fsdp1_options_reach_fsdp1(write_config: WriteConfig) -> None:
     assert notes == []
 
 
-def test_forward_prefetch_is_there_in_fsdp2_C10_E09(write_config: WriteConfig) -> None:
+@pytest.mark.promise("C10", "E09")
+def test_forward_prefetch_is_there_in_fsdp2(write_config: WriteConfig) -> None:
     settings, notes = resolved(write_config, "use_fsdp: true\nfsdp_forward_prefetch: true\n")
     assert (settings.version, settings.forward_prefetch, notes) == (2, True, [])
 
 
-def test_local_state_dict_E12(write_config: WriteConfig) -> None:
+@pytest.mark.promise("E12")
+def test_local_state_dict(write_config: WriteConfig) -> None:
     message = refusal(write_config, "use_fsdp: true\nfsdp_state_dict_type: local_state_dict\n")
     assert "LOCAL_STATE_DICT does not exist in FSDP2" in message and "SHARDED_STATE_DICT" in message
     settings, _ = resolved(write_config, "use_fsdp: true\nfsdp_version: 1\nfsdp_state_dict_type: local_state_dict\n")
     assert settings.state_dict_type == "LOCAL_STATE_DICT"
 
 
-def test_no_shard_is_ddp_and_says_so_C08(write_config: WriteConfig) -> None:
+@pytest.mark.promise("C08")
+def test_no_shard_is_ddp_and_says_so(write_config: WriteConfig) -> None:
     run = resolve_run(write_config("use_fsdp: true\nfsdp_sharding_strategy: no_shard\n"), env={})
     assert run.strategy.value == "ddp"
     assert run.fsdp is None
@@ -140,7 +145,8 @@ def test_no_shard_is_ddp_and_says_so_C08(write_config: WriteConfig) -> None:
 
 
 @pytest.mark.parametrize("count", ["0", "null"])
-def test_no_size_is_a_million_B09(write_config: WriteConfig, count: str) -> None:
+@pytest.mark.promise("B09")
+def test_no_size_is_a_million(write_config: WriteConfig, count: str) -> None:
     text = f"use_fsdp: true\nfsdp_auto_wrap_policy: size_based_wrap\nfsdp_min_num_params: {count}\n"
     settings, notes = resolved(write_config, text)
     assert settings.min_num_params == 1_000_000
@@ -148,7 +154,8 @@ def test_no_size_is_a_million_B09(write_config: WriteConfig, count: str) -> None
     assert resolved(write_config, text.replace(count, "500000"))[0].min_num_params == 500_000
 
 
-def test_layer_classes_B08(write_config: WriteConfig) -> None:
+@pytest.mark.promise("B08")
+def test_layer_classes(write_config: WriteConfig) -> None:
     assert resolved(write_config, "use_fsdp: true\n")[0].layer_classes is None
     for text, classes in (("BertLayer", ("BertLayer",)), ("[A, b.C]", ("A", "b.C")), ("A,B", ("A", "B"))):
         line = f"use_fsdp: true\nfsdp_transformer_layer_cls_to_wrap: {text}\n"
@@ -160,7 +167,8 @@ def test_sharding_and_resharding_that_contradict(write_config: WriteConfig) -> N
     assert "contradict each other" in refusal(write_config, text)
 
 
-def test_lora_under_fsdp1_needs_original_parameters_C13(write_config: WriteConfig) -> None:
+@pytest.mark.promise("C13")
+def test_lora_under_fsdp1_needs_original_parameters(write_config: WriteConfig) -> None:
     text = "use_fsdp: true\nuse_lora: true\nfsdp_version: 1\nfsdp_use_orig_params: false\n"
     assert "set fsdp_use_orig_params: true" in refusal(write_config, text)
 
@@ -170,14 +178,16 @@ def test_ram_efficient_loading_under_fsdp1_needs_sync(write_config: WriteConfig)
     assert "without weights: set fsdp_sync_module_states: true" in refusal(write_config, text)
 
 
-def test_mixed_precision_of_fsdp_E13(write_config: WriteConfig) -> None:
+@pytest.mark.promise("E13")
+def test_mixed_precision_of_fsdp(write_config: WriteConfig) -> None:
     text = "use_fsdp: true\nfsdp_mixed_precision: true\nfsdp_param_dtype: bf16\nfsdp_reduce_dtype: fp32\n"
     settings, _ = resolved(write_config, text)
     assert (settings.mixed_precision, settings.param_dtype, settings.reduce_dtype) == ("bf16", "bfloat16", "float32")
     assert resolved(write_config, "use_fsdp: true\nfsdp_mixed_precision: false\n")[0].mixed_precision == "no"
 
 
-def test_strategies_C02(write_config: WriteConfig) -> None:
+@pytest.mark.promise("C02")
+def test_strategies(write_config: WriteConfig) -> None:
     def strategy(text: str) -> str:
         return resolve_run(write_config(text), env={}).strategy.value
 
@@ -221,7 +231,8 @@ def test_the_launchers_values_hold_and_are_said(write_config: WriteConfig) -> No
         resolve_run(write_config(), env=env | {"FSDP_VERSION": "3"})
 
 
-def test_gradient_checkpointing_D22_C12(write_config: WriteConfig) -> None:
+@pytest.mark.promise("C12", "D22")
+def test_gradient_checkpointing(write_config: WriteConfig) -> None:
     def decision(text: str) -> tuple[bool, str]:
         made = resolve_run(write_config(text), env={}).recomputation
         return made.value, made.reason
@@ -272,7 +283,8 @@ def test_mistakes_in_the_accelerate_file(write_config: WriteConfig, text: str, w
     assert "accelerate.yaml" in str(caught.value)
 
 
-def test_compute_device_is_accepted_with_a_warning_D30(write_config: WriteConfig) -> None:
+@pytest.mark.promise("D30")
+def test_compute_device_is_accepted_with_a_warning(write_config: WriteConfig) -> None:
     write_config()
     Path("accelerate.yaml").write_text("distributed_type: FSDP\ncompute_device: gpu\n")
     assert "compute_device: gpu in accelerate.yaml has no effect" in read_accelerate_file("accelerate.yaml").notes[0]
@@ -298,7 +310,8 @@ def test_keys_that_only_accelerate_uses_are_named(write_config: WriteConfig) -> 
     assert "gives no fsdp_version, which means 1 to Accelerate" in file.notes[2]
 
 
-def test_a_name_that_is_no_preset_C18(write_config: WriteConfig) -> None:
+@pytest.mark.promise("C18")
+def test_a_name_that_is_no_preset(write_config: WriteConfig) -> None:
     with pytest.raises(UserError) as caught:
         resolve_run(write_config("accelerate_config: single_node_fdsp\n"))
     assert "neither a file nor a preset" in str(caught.value)

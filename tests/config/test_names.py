@@ -84,7 +84,8 @@ training:
 """
 
 
-def test_document_a_toml_A12_A09_B20(write_config: WriteConfig) -> None:
+@pytest.mark.promise("A09", "A12", "B20")
+def test_document_a_toml(write_config: WriteConfig) -> None:
     config = load_config(write_config(HERETIC, name="config_with_fsdp.toml", needed=""))
     assert config.model_name == "meta-llama/Llama-2-7b-chat-hf"
     assert (config.batch_size, config.use_fsdp, config.fsdp_sharding_strategy) == (4, True, "FULL_SHARD")
@@ -95,7 +96,10 @@ def test_document_a_toml_A12_A09_B20(write_config: WriteConfig) -> None:
     assert load_config("config_with_fsdp.toml", ["batch_size=16"]).batch_size == 16
 
 
-def test_document_c_stage_one_C01_C02_C03_C04_C05_C06_C07_C08_C09_C10_C11_C12_C13_C29_C31_C32(
+@pytest.mark.promise(
+    "C01", "C02", "C03", "C04", "C05", "C06", "C07", "C08", "C09", "C10", "C11", "C12", "C13", "C29", "C31", "C32"
+)
+def test_document_c_stage_one(
     write_config: WriteConfig,
 ) -> None:
     config = resolve_run(write_config(MODULAR, needed=""), stage="stage1").config
@@ -111,7 +115,8 @@ def test_document_c_stage_one_C01_C02_C03_C04_C05_C06_C07_C08_C09_C10_C11_C12_C1
     assert config.output_dir == "output/stage1"
 
 
-def test_stage_two_starts_from_the_result_of_stage_one_C20_C01(write_config: WriteConfig) -> None:
+@pytest.mark.promise("C01", "C20")
+def test_stage_two_starts_from_the_result_of_stage_one(write_config: WriteConfig) -> None:
     file = write_config(MODULAR, needed="")
     for chosen in (resolve_run(file, stage="stage2"), resolve_run(file, ["stage=stage2"])):
         assert chosen.config.model_name == "output/stage1/final"
@@ -126,7 +131,8 @@ def test_stage_two_starts_from_the_result_of_stage_one_C20_C01(write_config: Wri
         resolve_run(write_config(), stage="stage1")
 
 
-def test_document_e_E06_E07_E08_E09_E10_E12_E13_E14_E15_E16_E17_E18(write_config: WriteConfig) -> None:
+@pytest.mark.promise("E06", "E07", "E08", "E09", "E10", "E12", "E13", "E14", "E15", "E16", "E17", "E18")
+def test_document_e(write_config: WriteConfig) -> None:
     config = load_config(write_config(FREE, needed=""))
     assert config.use_fsdp is True
     assert (config.fsdp_sharding_strategy, config.fsdp_backward_prefetch) == ("FULL_SHARD", "BACKWARD_PRE")
@@ -199,7 +205,8 @@ def test_document_e_E06_E07_E08_E09_E10_E12_E13_E14_E15_E16_E17_E18(write_config
         ("resume_from_checkpoint: output/checkpoint-5", "resume", "output/checkpoint-5"),
     ],
 )
-def test_names_and_spellings_B19_E26_E27_C22(write_config: WriteConfig, line: str, option: str, value: Any) -> None:
+@pytest.mark.promise("B19", "C22", "E26", "E27")
+def test_names_and_spellings(write_config: WriteConfig, line: str, option: str, value: Any) -> None:
     more = "fsdp_version: 1\n" if "local_state_dict" in line else ""  # which FSDP2 does not have
     resolved = resolve_run(write_config(f"{line}\n{more}"))
     assert dict(resolved.config)[option] == value
@@ -215,7 +222,8 @@ def test_what_was_translated_is_listed(write_config: WriteConfig) -> None:
     )
 
 
-def test_effective_batch_counts_accumulated_batches_E26(write_config: WriteConfig) -> None:
+@pytest.mark.promise("E26")
+def test_effective_batch_counts_accumulated_batches(write_config: WriteConfig) -> None:
     config = load_config(write_config("effective_batch_size: 256\n"), ["gradient_accumulation_steps=4"])
     assert config.global_batch_size == 64
     with pytest.raises(

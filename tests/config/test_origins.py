@@ -132,7 +132,8 @@ training_stages:
 """
 
 
-def test_a_file_named_on_the_command_line_overrides_a_stages_block_C18_C20(write_config: WriteConfig) -> None:
+@pytest.mark.promise("C18", "C20")
+def test_a_file_named_on_the_command_line_overrides_a_stages_block(write_config: WriteConfig) -> None:
     file = write_config(STAGES)
     plain = resolve_run(file, env={})
     assert (plain.machines.value, plain.processes.value, plain.fsdp and plain.fsdp.offload) == (1, 8, False)

@@ -22,12 +22,14 @@ PRESETS = (
 )  # fmt: skip
 
 
-def test_the_presets_there_are_C14_C15_C16() -> None:
+@pytest.mark.promise("C14", "C15", "C16")
+def test_the_presets_there_are() -> None:
     assert tuple(preset_names()) == PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_loads_in_accelerate_and_here_D06_D17(name: str, write_config: WriteConfig) -> None:
+@pytest.mark.promise("D06", "D17")
+def test_preset_loads_in_accelerate_and_here(name: str, write_config: WriteConfig) -> None:
     theirs = load_config_from_file(str(presets_folder() / f"{name}.yaml"))
     ours = read_accelerate_file(name)
     assert ours.notes == ()
@@ -43,7 +45,8 @@ def test_preset_loads_in_accelerate_and_here_D06_D17(name: str, write_config: Wr
         assert settings.source == f"configs/{name}.yaml"
 
 
-def test_what_the_presets_promise_C14_C15_C16_A13() -> None:
+@pytest.mark.promise("A13", "C14", "C15", "C16")
+def test_what_the_presets_promise() -> None:
     single, multi, large = (
         read_accelerate_file(f"{name}_fsdp") for name in ("single_node", "multi_node", "large_scale")
     )
@@ -56,12 +59,14 @@ def test_what_the_presets_promise_C14_C15_C16_A13() -> None:
     assert read_accelerate_file("accelerate_hsdp").fsdp["fsdp_sharding_strategy"] == "HYBRID_SHARD"
 
 
-def test_our_list_of_top_level_keys_is_accelerates_D30() -> None:
+@pytest.mark.promise("D30")
+def test_our_list_of_top_level_keys_is_accelerates() -> None:
     assert set(ClusterConfig.__dataclass_fields__) == TOP_KEYS
 
 
 @pytest.mark.parametrize("name", ["accelerate_fsdp", "accelerate_ddp"])
-def test_accelerate_launch_counts_processes_by_itself_D06_D16(name: str, tmp_path: Path) -> None:
+@pytest.mark.promise("D06", "D16")
+def test_accelerate_launch_counts_processes_by_itself(name: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         'import os; os.write(1, f\'rank {os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}\\n\'.encode())\n'

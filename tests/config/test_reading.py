@@ -94,7 +94,8 @@ def test_unknown_key_of_toml_and_json_has_a_line_too(write_config: WriteConfig) 
         ("data_path: {a: 1}", "data_path must be text or a list"),
     ],
 )
-def test_wrong_value_B04(write_config: WriteConfig, line: str, words: str) -> None:
+@pytest.mark.promise("B04")
+def test_wrong_value(write_config: WriteConfig, line: str, words: str) -> None:
     message = error_of(write_config(line + "\n", needed=""))
     assert message.startswith("cfg.yaml, line 1: ")
     assert words in message

@@ -64,7 +64,8 @@ def config(**values: Any) -> TrainConfig:
         ("losses: [{loss: infonce, learn_temperature: true, temperature: 2}]", "temperature: 2 is where a learned"),
     ],
 )
-def test_rule_B06(write_config: WriteConfig, text: str, sentence: str) -> None:
+@pytest.mark.promise("B06")
+def test_rule(write_config: WriteConfig, text: str, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(write_config(text + "\n"))
     assert sentence in str(caught.value)
@@ -84,7 +85,8 @@ def test_global_batch_is_divided_among_processes(world_size: int, rows: int) -> 
     assert rules.batch_size_per_process(config(batch_size=7), world_size) == 7
 
 
-def test_global_batch_that_cannot_be_divided_E26() -> None:
+@pytest.mark.promise("E26")
+def test_global_batch_that_cannot_be_divided() -> None:
     with pytest.raises(UserError, match="global_batch_size: 100 cannot be divided among 3 processes: use 99 or 102"):
         rules.batch_size_per_process(config(global_batch_size=100), 3)
     with pytest.raises(UserError, match="use 8, or another number"):

@@ -48,7 +48,8 @@ def everything(counts: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("counts", [[4], [2, 3], [0, 2], [3, 0, 1], [0, 0], [2, 2, 2]])
-def test_each_collective_B14_B15(counts: list[int]) -> None:
+@pytest.mark.promise("B14", "B15")
+def test_each_collective(counts: list[int]) -> None:
     size = len(counts)
     results = run_ranks(everything, size, counts)
     everybody = torch.cat([rows_of(rank, count) for rank, count in enumerate(counts)])

@@ -51,9 +51,8 @@ FACTS = [
 ]
 
 
-def test_facts_self_test_and_checklist_in_order_A02_A04_A05_A20_A21_B23_D45(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.promise("A02", "A04", "A05", "A20", "A21", "B23", "D45")
+def test_facts_self_test_and_checklist_in_order(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\nuse_fsdp: true\nbatch_size: 64\n")
     assert doctor.run_doctor(str(config), 2) == 0
@@ -71,7 +70,8 @@ def self_test_with_a_fault() -> str:
     return sys.stdout.getvalue()
 
 
-def test_a_fault_is_named_with_its_rank_and_ends_the_self_test_A20() -> None:
+@pytest.mark.promise("A20")
+def test_a_fault_is_named_with_its_rank_and_ends_the_self_test() -> None:
     first, second = rank_outcomes(self_test_with_a_fault, 2, process_group=False)
     for rank, outcome in enumerate((first, second)):
         assert outcome.error is None
@@ -81,7 +81,8 @@ def test_a_fault_is_named_with_its_rank_and_ends_the_self_test_A20() -> None:
         )
 
 
-def test_one_process_is_enough_A20(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.promise("A20")
+def test_one_process_is_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert selftest.main() == 0
@@ -102,7 +103,8 @@ def test_one_process_is_enough_A20(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ),
     ],
 )
-def test_a_point_that_fails_makes_exit_code_1_D45(
+@pytest.mark.promise("D45")
+def test_a_point_that_fails_makes_exit_code_1(
     options: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "run.yaml"

@@ -28,12 +28,14 @@ def mixed() -> nn.Module:
     return nn.ModuleDict({"base": base, "adapter": nn.Linear(4, 2), "head": nn.Linear(2, 2).to(torch.bfloat16)})
 
 
-def test_uniform_dtype_is_said_in_the_documents_words_D36(lines: list[str]) -> None:
+@pytest.mark.promise("D36")
+def test_uniform_dtype_is_said_in_the_documents_words(lines: list[str]) -> None:
     assert parameters.unify_model_dtype_for_fsdp(nn.Linear(2, 2).to(torch.bfloat16)) == 0
     assert lines == ["FSDP dtype check: all parameters already in torch.bfloat16"]
 
 
-def test_masters_are_never_downcast_and_frozen_weights_stay_small_D29(lines: list[str]) -> None:
+@pytest.mark.promise("D29")
+def test_masters_are_never_downcast_and_frozen_weights_stay_small(lines: list[str]) -> None:
     model = mixed()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert parameters.unify_model_dtype_for_fsdp(model) == 2
@@ -49,7 +51,8 @@ def test_masters_are_never_downcast_and_frozen_weights_stay_small_D29(lines: lis
     assert all(torch.equal(value.to(before[name].dtype), before[name]) for name, value in model.state_dict().items())
 
 
-def test_fsdp1_needs_one_dtype_for_all_and_says_what_that_costs_D29(lines: list[str]) -> None:
+@pytest.mark.promise("D29")
+def test_fsdp1_needs_one_dtype_for_all_and_says_what_that_costs(lines: list[str]) -> None:
     model = mixed()
     assert parameters.unify_model_dtype_for_fsdp(model, fsdp_version=1) == 4
     assert {one.dtype for one in model.parameters()} == {torch.float32}
@@ -69,7 +72,8 @@ def test_both_16_bit_dtypes_meet_in_float32() -> None:
     assert {one.dtype for one in model.parameters()} == {torch.float32}
 
 
-def test_parameter_summary_has_the_documents_words_D37(lines: list[str]) -> None:
+@pytest.mark.promise("D37")
+def test_parameter_summary_has_the_documents_words(lines: list[str]) -> None:
     with torch.device("meta"):
         model = nn.Linear(4096, 2_000_000, bias=False)
     model.extra = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
@@ -101,7 +105,8 @@ def lora_step(folder: str, version: int) -> Result:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("version", [1, 2])
-def test_lora_trains_adapters_alone_over_a_frozen_base_D23_D29_D37(version: int) -> None:
+@pytest.mark.promise("D23", "D29", "D37")
+def test_lora_trains_adapters_alone_over_a_frozen_base(version: int) -> None:
     folder = str(shared(tiny_bert, layers=3))
     first, second = run_ranks(lora_step, 2, folder, version, process_group=False)
     whole = whole_step(config_of(folder, gradient_checkpointing=False), 2, dtype=torch.float32, edit=add_lora)
@@ -145,7 +150,8 @@ def seen_in_bf16(folder: str, version: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_bf16_computes_in_bf16_and_keeps_float32_masters_B13_C23_D15(version: int) -> None:
+@pytest.mark.promise("B13", "C23", "D15", "E17")
+def test_bf16_computes_in_bf16_and_keeps_float32_masters(version: int) -> None:
     seen, _ = run_ranks(seen_in_bf16, 2, str(shared(tiny_bert, layers=3)), version, process_group=False)
     assert seen == {
         "hooks": 3,
@@ -200,7 +206,8 @@ def prepared_weights(folder: str, efficient: bool) -> tuple[int, int, dict[str, 
 
 
 @pytest.mark.parametrize("efficient", [True, False])
-def test_only_rank_0_reads_weights_and_all_have_them_afterwards_D09(efficient: bool) -> None:
+@pytest.mark.promise("D09")
+def test_only_rank_0_reads_weights_and_all_have_them_afterwards(efficient: bool) -> None:
     folder = str(shared(tiny_bert, layers=3))
     results = run_ranks(prepared_weights, 3, folder, efficient, process_group=False)
     assert [real for real, *_ in results] == [results[0][1]] + [0 if efficient else results[0][1]] * 2
@@ -237,7 +244,8 @@ def edited(folder: str, options: dict[str, Any], name: str) -> tuple[dict[str, T
     [{"use_fsdp": True}, {"use_fsdp": True, "fsdp_version": 1}, {"strategy": "ddp"}],
     ids=["fsdp2", "fsdp1", "ddp"],
 )
-def test_weights_can_be_edited_on_shards_B18(options: dict[str, Any]) -> None:
+@pytest.mark.promise("B18")
+def test_weights_can_be_edited_on_shards(options: dict[str, Any]) -> None:
     folder = str(shared(tiny_bert, layers=3))
     whole, featuriser = build(config_of(folder), dtype=torch.float64)
     name = "backbone.encoder.layer.1.output.dense.weight"

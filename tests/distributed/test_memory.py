@@ -30,7 +30,8 @@ def hold_and_print() -> tuple[list[str], list[str]]:
     return returned, lines
 
 
-def test_total_is_a_real_sum_B11_B30_A19() -> None:
+@pytest.mark.promise("A19", "B11", "B30")
+def test_total_is_a_real_sum() -> None:
     (lines, logged), (others, logged_by_other) = run_ranks(hold_and_print, 2)
     assert logged == lines == others
     assert logged_by_other == []
@@ -44,7 +45,8 @@ def test_total_is_a_real_sum_B11_B30_A19() -> None:
     assert float(total[2]) == pytest.approx(sum(float(match[3]) for match in found if match), abs=0.011)
 
 
-def test_peak_starts_anew_between_phases_B31_B10() -> None:
+@pytest.mark.promise("B10", "B29", "B31")
+def test_peak_starts_anew_between_phases() -> None:
     block = np.ones(200 * 2**17)
     del block
     high = memory.memory_snapshot(torch.device("cpu"))["peak_gb"]
@@ -54,7 +56,8 @@ def test_peak_starts_anew_between_phases_B31_B10() -> None:
     assert low["peak_gb"] >= low["rss_gb"]
 
 
-def test_lines_reach_standard_output_where_nobody_logs_B10() -> None:
+@pytest.mark.promise("B10")
+def test_lines_reach_standard_output_where_nobody_logs() -> None:
     program = "import vembed; vembed.fsdp_empty_cache(); vembed.fsdp_print_memory_usage('start: ')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
     first, second = done.stdout.splitlines()
@@ -62,7 +65,8 @@ def test_lines_reach_standard_output_where_nobody_logs_B10() -> None:
     assert second.startswith("start: Total across 1 processes: RSS: ")
 
 
-def test_gpu_line_has_the_words_of_the_documents_A21(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.promise("A21")
+def test_gpu_line_has_the_words_of_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {"device": "cuda:3", "allocated_gb": 1.234, "reserved_gb": 2.344, "peak_gb": 3.45}
     monkeypatch.setattr(memory, "memory_snapshot", lambda _: figures)
     logging.getLogger("vembed").addHandler(logging.NullHandler())

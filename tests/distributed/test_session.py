@@ -39,23 +39,27 @@ A_MINUTE_OR_SO = 3 / 60
 # ---- the launcher's variables ----------------------------------------------------------------------------------------
 
 
-def test_no_variables_mean_one_process_B26() -> None:
+@pytest.mark.promise("B26")
+def test_no_variables_mean_one_process() -> None:
     assert read_rank_info({}) == RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, launched=False)
 
 
-def test_variables_have_torchs_meaning_A10_C26() -> None:
+@pytest.mark.promise("A10", "C26")
+def test_variables_have_torchs_meaning() -> None:
     assert read_rank_info(GROUP | {"LOCAL_WORLD_SIZE": "1"}) == RankInfo(1, 2, 1, 1, launched=True)
 
 
 @pytest.mark.parametrize("name", GROUP)
-def test_a_missing_variable_is_named_C26(name: str) -> None:
+@pytest.mark.promise("C26")
+def test_a_missing_variable_is_named(name: str) -> None:
     env = {key: value for key, value in GROUP.items() if key != name}
     with pytest.raises(UserError, match=rf"^{name} is not set although ") as caught:
         read_rank_info(env)
     assert all(f"{key}={value}" in str(caught.value) for key, value in env.items())
 
 
-def test_nodes_counted_as_processes_are_refused_A10() -> None:
+@pytest.mark.promise("A10")
+def test_nodes_counted_as_processes_are_refused() -> None:
     with pytest.raises(
         UserError, match="RANK=2 must be between 0 and WORLD_SIZE - 1 = 1: RANK is the number of the pro"
     ):
@@ -88,7 +92,8 @@ def test_float32_products_are_as_exact_as_before_afterwards() -> None:
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_precision_on_the_cpu_C23_D15() -> None:
+@pytest.mark.promise("C23", "D15")
+def test_precision_on_the_cpu() -> None:
     def chosen(**options: Any) -> tuple[str, str]:
         made = choose_precision(resolve_run(config_of("unused", **options), env={}).asked_precision(sharded=True), CPU)
         return made.value, made.reason
@@ -111,7 +116,8 @@ def placed(size: ModelSize, num_ranks: int = 2, memory: int = 80 * GIB, **option
     return place(run, RankInfo(0, num_ranks, 0, num_ranks), CPU, memory, lambda _: size)
 
 
-def test_auto_chooses_by_size_and_says_why_B33_C02() -> None:
+@pytest.mark.promise("B33", "C02")
+def test_auto_chooses_by_size_and_says_why() -> None:
     small = placed(SMALL, memory=GIB)
     assert (small.strategy.value, small.fsdp, small.num_shards) == ("ddp", None, 1)
     assert small.strategy.reason == (
@@ -124,7 +130,8 @@ def test_auto_chooses_by_size_and_says_why_B33_C02() -> None:
     assert "160% of the 80.0GB of a process, more than 50%" in large.strategy.reason
 
 
-def test_advice_where_fsdp_is_pointless_B21_D03() -> None:
+@pytest.mark.promise("B21", "D03")
+def test_advice_where_fsdp_is_pointless() -> None:
     small = placed(SMALL, use_fsdp=True)
     assert small.strategy.value == "fsdp"
     assert small.advice is not None
@@ -132,7 +139,8 @@ def test_advice_where_fsdp_is_pointless_B21_D03() -> None:
     assert placed(LARGE, use_fsdp=True).advice is None
 
 
-def test_one_process_with_fsdp_runs_whole_with_one_line_A01_C34() -> None:
+@pytest.mark.promise("A01", "C34")
+def test_one_process_with_fsdp_runs_whole_with_one_line() -> None:
     alone = placed(LARGE, 1, use_fsdp=True)
     assert (alone.strategy.value, alone.fsdp) == ("single", None)
     assert alone.strategy.reason == (
@@ -210,7 +218,8 @@ def whole_life(folder: str) -> dict[str, Any]:
     return seen
 
 
-def test_a_session_starts_says_so_and_ends_the_group_whatever_happens_B27_B28_A17() -> None:
+@pytest.mark.promise("A17", "B27", "B28")
+def test_a_session_starts_says_so_and_ends_the_group_whatever_happens() -> None:
     results = run_ranks(whole_life, 2, str(shared(tiny_bert)), process_group=False)
     for rank, seen in enumerate(results):
         assert seen["timeout"] == 7 * 60
@@ -237,7 +246,8 @@ def one_process(folder: str) -> tuple[Any, ...]:
         return one.strategy, one.fsdp, type(model).__name__, dist.is_initialized(), lines
 
 
-def test_plain_process_with_fsdp_A01_B12() -> None:
+@pytest.mark.promise("A01", "B12")
+def test_plain_process_with_fsdp() -> None:
     kind, fsdp, name, initialised, lines = run_ranks(one_process, 1, str(shared(tiny_bert)), process_group=False)[0]
     assert (kind, fsdp, name, initialised) == ("single", None, "Linear", False)
     assert sum("nobody to shard with" in line for line in lines) == 1
@@ -274,7 +284,8 @@ def alone_under_torchrun(folder: str) -> tuple[str, bool]:
     return one.strategy, dist.is_initialized()
 
 
-def test_one_process_under_torchrun_ends_well_too_A11() -> None:
+@pytest.mark.promise("A11")
+def test_one_process_under_torchrun_ends_well_too() -> None:
     assert run_ranks(alone_under_torchrun, 1, str(shared(tiny_bert)), process_group=False) == [("single", False)]
 
 
@@ -318,7 +329,8 @@ def wait_for_others(folder: str, misfortune: str) -> str:
 
 
 @pytest.mark.parametrize("misfortune", ["killed", "raises", "hangs"])
-def test_the_others_end_in_time_and_name_rank_and_collective_C30(misfortune: str) -> None:
+@pytest.mark.promise("C30", "E33")
+def test_the_others_end_in_time_and_name_rank_and_collective(misfortune: str) -> None:
     outcomes = rank_outcomes(wait_for_others, 2, str(shared(tiny_bert)), misfortune, process_group=False, wait_for=[0])
     assert outcomes[0].result == "rank 0 of 2, in the collective all_gather_ints (call 1)"
     if misfortune == "killed":

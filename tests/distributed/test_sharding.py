@@ -62,7 +62,8 @@ def run_case(folder: str, config_options: dict[str, Any], step_options: dict[str
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradient_is_that_of_one_process_A23_B01_C08_C24_D38(name: str) -> None:
+@pytest.mark.promise("A23", "B01", "B05", "C07", "C08", "C24", "D10", "D27", "D38")
+def test_gradient_is_that_of_one_process(name: str) -> None:
     num_ranks, config_options, step_options = CASES[name]
     folder = str(shared(tiny_bert, layers=3))
     whole = whole_step(config_of(folder, gradient_checkpointing=False), num_ranks)
@@ -168,7 +169,8 @@ def test_the_output_dtype_is_that_of_the_model_and_of_no_unit() -> None:
 
 
 @pytest.mark.parametrize("make", [tiny_qwen3, tiny_clip, tiny_siglip])
-def test_other_families_shard_without_options_of_their_own_B32(make: Any) -> None:
+@pytest.mark.promise("B32")
+def test_other_families_shard_without_options_of_their_own(make: Any) -> None:
     folder = str(shared(make))
     whole = whole_step(config_of(folder, gradient_checkpointing=False), 2)
     for version in (1, 2):

@@ -43,13 +43,15 @@ def bert() -> EmbeddingModel:
 
 
 @pytest.mark.parametrize("names", [("BertLayer",), (BERT_PATH,), ("BertLayer", BERT_PATH), None])
-def test_layer_class_by_name_path_list_or_the_models_own_B08_D07(bert: EmbeddingModel, names: Any) -> None:
+@pytest.mark.promise("B08", "D07", "E22")
+def test_layer_class_by_name_path_list_or_the_models_own(bert: EmbeddingModel, names: Any) -> None:
     units = choose_units(bert, FsdpConfig(layer_classes=names), bert.description.layer_classes)
     assert kinds(units) == {"BertLayer": 3, "Embedding": 1}
     assert describe_units(units) == "4 units (3 BertLayer, 1 Embedding) and the rest of the model"
 
 
-def test_unknown_layer_class_names_the_candidates_B08(bert: EmbeddingModel) -> None:
+@pytest.mark.promise("B08")
+def test_unknown_layer_class_names_the_candidates(bert: EmbeddingModel) -> None:
     fsdp = FsdpConfig(layer_classes=("transformers.models.llama.modeling_llama.LlamaDecoderLayer",))
     with pytest.raises(
         UserError, match=r"the model has no transformers\S+LlamaDecoderLayer; its layer classes: .*BertLayer"
@@ -83,7 +85,8 @@ def test_embeddings_are_a_unit_or_not(bert: EmbeddingModel) -> None:
     assert describe_units([]) == "the whole model as one unit"
 
 
-def test_towers_have_their_own_units_B32() -> None:
+@pytest.mark.promise("B32")
+def test_towers_have_their_own_units() -> None:
     clip, vl = model_in(shared(tiny_clip)), model_in(shared(tiny_qwen3_vl))
     assert kinds(choose_units(clip, FsdpConfig(), clip.description.layer_classes)) == {
         "CLIPEncoderLayer": 4,
@@ -93,7 +96,8 @@ def test_towers_have_their_own_units_B32() -> None:
     assert set(found) == {"Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock", "Embedding"}
 
 
-def test_size_threshold_changes_the_number_of_units_A13_A24_B07_B09(bert: EmbeddingModel) -> None:
+@pytest.mark.promise("A13", "A24", "B07", "B09", "E11")
+def test_size_threshold_changes_the_number_of_units(bert: EmbeddingModel) -> None:
     count = {
         size: len(choose_units(bert, FsdpConfig(wrap_policy="SIZE_BASED_WRAP", min_num_params=size), ()))
         for size in (1_000, 5_000, 20_000, 1_000_000)
@@ -102,6 +106,7 @@ def test_size_threshold_changes_the_number_of_units_A13_A24_B07_B09(bert: Embedd
 
 
 @pytest.mark.parametrize("size", [1_000, 3_000, 9_000])
+@pytest.mark.promise("E11")
 def test_size_units_are_those_of_fsdp1s_own_policy(size: int) -> None:
     """What torch's policy wraps, asked of torch: `_recursive_wrap` with a wrapper that only takes notes."""
     from functools import partial

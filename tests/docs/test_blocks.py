@@ -84,7 +84,8 @@ def missing(error: UserError) -> list[str]:
 
 
 @pytest.mark.parametrize("block", blocks("yaml", "toml"), ids=str)
-def test_configs_load_A09_B20_C33(block: Block, tmp_path: Path) -> None:
+@pytest.mark.promise("A09", "B20", "C33")
+def test_configs_load(block: Block, tmp_path: Path) -> None:
     path = tmp_path / f"block.{block.language}"
     path.write_text(block.text)
     values = yaml.safe_load(block.text) if block.language == "yaml" else {}
@@ -154,7 +155,8 @@ def check_vembed(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("place", "words"), commands(), ids=lambda one: one if isinstance(one, str) else " ".join(one)[:60]
 )
-def test_commands_are_understood_A11_C22_C33_E04_E05(
+@pytest.mark.promise("A11", "C22", "C33", "E04", "E05")
+def test_commands_are_understood(
     place: str, words: list[str], folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -187,7 +189,8 @@ def test_commands_are_understood_A11_C22_C33_E04_E05(
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
-def test_python_runs_as_printed_E40_C21(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.promise("C21", "E40")
+def test_python_runs_as_printed(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     code = compile(block.text, str(block), "exec")
     if not any(text in block.text for text in NOT_RUN):

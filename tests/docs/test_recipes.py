@@ -58,7 +58,8 @@ def test_every_recipe_is_here_and_has_its_script() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe_trains_D18_D20_D43_D42_D01(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.promise("D01", "D18", "D20", "D42", "D43")
+def test_recipe_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = RECIPES[name]
     options = [f"model_name={tiny.shared(recipe.make)}", "max_steps=2", "batch_size=8", "report_to=none"]
@@ -77,7 +78,8 @@ def test_recipe_trains_D18_D20_D43_D42_D01(name: str, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen3_8b_fsdp", "run_qwen3_8b_fsdp"])
-def test_script_says_what_it_would_launch_D05_D01(name: str, tmp_path: Path) -> None:
+@pytest.mark.promise("D01", "D05")
+def test_script_says_what_it_would_launch(name: str, tmp_path: Path) -> None:
     done = dry_run(EXAMPLES / f"{name}.sh", tmp_path)
     assert "would run: " in done
     assert "epochs: 2.0  # command line" in done
@@ -90,7 +92,8 @@ def test_nothing_in_a_recipe_is_translated_or_without_effect(name: str) -> None:
     assert [note for note in resolved.notes if "is not in the current directory" not in note] == []
 
 
-def test_the_script_in_python_runs_as_it_stands_E40(tmp_path: Path) -> None:
+@pytest.mark.promise("E40")
+def test_the_script_in_python_runs_as_it_stands(tmp_path: Path) -> None:
     data = EXAMPLES / "data" / "train.jsonl"
     words = [str(tiny.shared(tiny.tiny_bert)), str(data), "max_steps=2", "batch_size=8", "report_to=none"]
     command = [sys.executable, str(EXAMPLES / "train_api.py"), *words]
@@ -99,7 +102,8 @@ def test_the_script_in_python_runs_as_it_stands_E40(tmp_path: Path) -> None:
     assert "nDCG@10: " in done.stdout
 
 
-def test_several_machines_in_slurm_and_kubernetes_A10_C27(tmp_path: Path) -> None:
+@pytest.mark.promise("A10", "C27")
+def test_several_machines_in_slurm_and_kubernetes(tmp_path: Path) -> None:
     said = dry_run(EXAMPLES / "slurm" / "train.sbatch", tmp_path, str(EXAMPLES / "bert.yaml"), SLURM_JOB_NUM_NODES="3")
     assert "world size: 3 = 1 process(es) on each of 3 machines" in said
     job = yaml.safe_load((EXAMPLES / "kubernetes" / "pytorchjob.yaml").read_text())

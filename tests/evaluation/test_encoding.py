@@ -154,7 +154,8 @@ def _on_a_rank(folder, numbers):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_encode_uneven_shares_in_step_and_in_order_B15(model, featuriser, num_ranks):
+@pytest.mark.promise("B15")
+def test_ranks_encode_uneven_shares_in_step_and_in_order(model, featuriser, num_ranks):
     numbers = [7, 0, 1, 3, 20]
     by_rank = run_ranks(_on_a_rank, num_ranks, shared(tiny_bert_st), numbers, process_group=False, timeout=110)
     for place, number in enumerate(numbers):

@@ -186,6 +186,7 @@ def _metrics_on_a_rank():
         )
 
 
+@pytest.mark.promise("B17")
 def test_queries_divided_among_ranks_give_the_same_last_digit():
     queries, documents, data = random_case()
     few = data_of(1, 90, [{5: 1}])

@@ -68,7 +68,8 @@ def run(folder: Path, script: str, num_processes: int = 2) -> tuple[int, str, st
     return Launched(folder, script, num_processes).end()
 
 
-def test_ranks_get_torchs_environment_A08_B26_C26(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.promise("A08", "B26", "C26")
+def test_ranks_get_torchs_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS NCCL_DEBUG"
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -82,7 +83,8 @@ def test_ranks_get_torchs_environment_A08_B26_C26(tmp_path: Path, monkeypatch: p
     assert {row[6:] for row in rows} == {(str(max(1, launcher.num_cores() // 3)), "INFO")}
 
 
-def test_several_machines_C04_A10_C27() -> None:
+@pytest.mark.promise("A10", "C04", "C27")
+def test_several_machines() -> None:
     env = {"OMP_NUM_THREADS": "3"}
     ranks = launcher.rank_environments(2, num_machines=3, machine_rank=1, main_process_ip="10.0.0.1", env=env)
     assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in ranks] == [("2", "0", "6"), ("3", "1", "6")]
@@ -98,7 +100,8 @@ def test_rank_0_writes_as_it_is_and_the_others_with_their_number(tmp_path: Path)
     assert sorted(err.splitlines()) == ["[rank 1] err", "err"]
 
 
-def test_a_failing_rank_ends_all_and_is_named_B28(tmp_path: Path) -> None:
+@pytest.mark.promise("B28")
+def test_a_failing_rank_ends_all_and_is_named(tmp_path: Path) -> None:
     script = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('broken')\ntime.sleep(60)"
     began = time.monotonic()
     code, _, err = run(tmp_path, script, 3)

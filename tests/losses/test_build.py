@@ -101,7 +101,8 @@ def test_matryoshka_sizes_come_from_the_config_or_the_model() -> None:
         build_loss(config_of(use_mrl=True, mrl_dims=[13]))(batch)
 
 
-def test_each_matryoshka_size_keeps_its_own_weight_in_any_order_D24() -> None:
+@pytest.mark.promise("D24")
+def test_each_matryoshka_size_keeps_its_own_weight_in_any_order() -> None:
     batch = make_batch(6)
     weights = {4: 1.0, 12: 2.0, 8: 3.0}
     alone = {dim: build_loss(config_of(use_mrl=True, mrl_dims=[dim]))(batch) for dim in weights}

@@ -236,7 +236,8 @@ def test_gradient_checkpointing_replays_dropout():
     assert max(gradient_errors(gradients[1], gradients[0]).values()) < 1e-5
 
 
-def test_batch_norms_are_turned_into_shared_ones_C05():
+@pytest.mark.promise("C05")
+def test_batch_norms_are_turned_into_shared_ones():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm1d(4)))
     with pytest.raises(UserError, match="needs GPUs for this model's 2 batch norms"):
         precision.share_batch_norms(model, torch.device("cpu"))

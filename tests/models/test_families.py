@@ -197,6 +197,7 @@ def test_a_published_name_brings_its_prompts_with_a_reason(tmp_path):
         ({"use_mrl": True, "mrl_dims": [128, 32], "mrl_projection": True}, (128, 32), 128),
     ],
 )
+@pytest.mark.promise("D24")
 def test_matryoshka_sizes(options, dims, size):
     folder = tiny.shared(tiny.tiny_bert, hidden=128)
     description = describe(TrainConfig(model_name=str(folder), data_path=[], **options))

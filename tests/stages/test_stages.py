@@ -111,7 +111,8 @@ def test_conditions():
 # ---- runs ------------------------------------------------------------------------------------------------------
 
 
-def test_stages_run_once_in_order_and_again_where_something_changed_C20(place, capsys):
+@pytest.mark.promise("C20")
+def test_stages_run_once_in_order_and_again_where_something_changed(place, capsys):
     stages = [
         {"name": "broad"},
         {"name": "sharp", "learning_rate": 1e-3, "mixed_precision": "no"},
@@ -218,7 +219,8 @@ def guide(output):
 
 
 @pytest.mark.timeout(300)
-def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one_C01_C20(place):
+@pytest.mark.promise("C01", "C20")
+def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one(place):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     whole = subprocess.run([*guide("whole"), "devices=2"], env=env, capture_output=True, text=True, check=False)
     assert whole.returncode == 0, whole.stderr

@@ -30,7 +30,8 @@ def placed(num_ranks: int = 1, **options: Any) -> Placement:
     return place(run, RankInfo(0, num_ranks, 0, num_ranks, launched=True), torch.device("cpu"), 2**40)
 
 
-def test_plan_counts_parameters_and_divides_them_D01() -> None:
+@pytest.mark.promise("D01")
+def test_plan_counts_parameters_and_divides_them() -> None:
     alone = placed()
     size = measure(alone.run.config)
     real = build_model(alone.run.config, describe(alone.run.config))

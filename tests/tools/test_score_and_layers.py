@@ -46,6 +46,7 @@ def in_order():
 
 @pytest.mark.parametrize("make", [tiny_bert, tiny_distilbert, tiny_qwen3_st])
 @pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.promise("B16")
 def test_hidden_states_are_those_of_transformers(make, pooling):
     folder = shared(make)
     embedder = Embedder(folder, device="cpu")
@@ -136,7 +137,8 @@ def _on_a_rank(folder, texts, records, val, out, strategy):
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 3), ("fsdp", 2), ("fsdp", 3)])
-def test_processes_write_what_one_writes_A22_B16_B17(texts, records, tmp_path, strategy, world_size):
+@pytest.mark.promise("A22", "B16", "B17")
+def test_processes_write_what_one_writes(texts, records, tmp_path, strategy, world_size):
     folder = str(shared(tiny_qwen3_st if world_size == 2 else tiny_bert_st))
     val = str(pairs(tmp_path / "val.jsonl"))
     ends = run_ranks(

@@ -47,7 +47,8 @@ CHAIN = [
 
 
 @pytest.mark.timeout(300)
-def test_every_strategy_goes_on_from_every_other_without_a_bit_of_difference_E25(tmp_path):
+@pytest.mark.promise("E25")
+def test_every_strategy_goes_on_from_every_other_without_a_bit_of_difference(tmp_path):
     model_name = str(shared(tiny_bert))
     before: dict[str, np.ndarray] | None = None
     for number, (world_size, options, strategy) in enumerate(CHAIN):

@@ -23,7 +23,8 @@ def train(options: dict[str, Any]) -> int:
     return int(vembed.train(options).steps)
 
 
-def test_debug_writes_a_detailed_file_per_process_A17_B25_C31(tmp_path: Path) -> None:
+@pytest.mark.promise("A17", "B25", "C31")
+def test_debug_writes_a_detailed_file_per_process(tmp_path: Path) -> None:
     options = settings(tmp_path, debug=True, log_file="training.log", max_steps=2, val_data_path=None, strategy="ddp")
     assert run_ranks(train, 2, options, process_group=False) == [2, 2]
     for rank in (0, 1):
@@ -52,7 +53,8 @@ def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
     assert not (tmp_path / "run").exists()
 
 
-def test_wandb_hears_of_project_tags_and_every_step_from_process_0_C32(
+@pytest.mark.promise("C32")
+def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[dict[str, Any]] = []

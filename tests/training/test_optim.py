@@ -121,6 +121,7 @@ def test_nothing_to_train_is_the_users_mistake(tmp_path):
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"])
+@pytest.mark.promise("D33")
 def test_every_optimizer_trains_every_parameter(tmp_path, optim, caplog):
     caplog.set_level(logging.INFO, logger="vembed")
     torch.manual_seed(1)
@@ -218,7 +219,8 @@ def sharded(tmp_path, model_name, version):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_shards_step_as_the_whole_does_E41(tmp_path, version):
+@pytest.mark.promise("E41")
+def test_shards_step_as_the_whole_does(tmp_path, version):
     config = config_for(tmp_path, **OPTIONS)
     groups, expected, optimizer = train_two_steps(config, TinyModel(dim=8, frozen_embeddings=False), TinyLoss())
     num_values = sum(entries["exp_avg"].numel() for entries in optimizer.state.values())

@@ -44,7 +44,8 @@ def logged(folder):
 
 
 @pytest.mark.timeout(300)
-def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one_E35(tmp_path):
+@pytest.mark.promise("E18", "E35")
+def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one(tmp_path):
     options = settings(tmp_path, global_batch_size=12, max_steps=9, eval_steps=3, report_to=["tensorboard"])
     # Adam would turn rounding in gradients near zero into whole steps.
     options |= {"use_gradient_cache": True, "adam_epsilon": 1e-4}

@@ -185,6 +185,7 @@ def test_best_checkpoint_is_the_final_model(tmp_path: Path) -> None:
     assert again["ndcg@10"] == pytest.approx(max(scores), abs=1e-6)
 
 
+@pytest.mark.promise("E32")
 def test_non_finite_loss_stops_and_names_the_examples(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"step \d+: .*train\.jsonl:\d+"):
         vembed.train(settings(tmp_path, learning_rate=1e30, max_grad_norm=0, warmup_ratio=0.0, val_data_path=None))

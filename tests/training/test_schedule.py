@@ -64,7 +64,8 @@ def test_groups_keep_their_ratio_and_tensors_stay_tensors(tmp_path):
     assert held.item() == pytest.approx(0.25)
 
 
-def test_scaling_with_the_batch_is_off_by_default_and_logged_E27_D32(tmp_path, caplog):
+@pytest.mark.promise("D32", "E27")
+def test_scaling_with_the_batch_is_off_by_default_and_logged(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="vembed")
     assert schedule_of(tmp_path, examples=256).peak == 0.1
     assert "learning_rate as given" in caplog.text

@@ -57,7 +57,8 @@ def test_fsdp1_says_that_it_cannot_keep_several_graphs(
 
 
 @pytest.mark.parametrize("cache", [True, False])
-def test_step_is_replayed_with_half_the_budget_A15(
+@pytest.mark.promise("A15")
+def test_step_is_replayed_with_half_the_budget(
     cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None
 ) -> None:
     common = settings(tmp_path, model_name=str(shared(tiny_bert, dropout=0.0)), val_data_path=None, max_steps=4)
@@ -72,6 +73,7 @@ def test_step_is_replayed_with_half_the_budget_A15(
     assert "micro-batches of 200 tokens instead of 400" in said
 
 
+@pytest.mark.promise("D26")
 def test_no_budget_is_small_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None) -> None:
     fail_at(monkeypatch, set(range(1, 100)))
     with pytest.raises(RunError, match=r"out of device memory .*1\. micro_batch_tokens.*use_lora: true"):

@@ -81,7 +81,8 @@ def test_writers_of_families(make, in_a_layer):
 # ---- whole edits -----------------------------------------------------------------------------------------------
 
 
-def test_a_language_is_removed_and_texts_find_each_other_across_B18(model, files, tmp_path, capsys):
+@pytest.mark.promise("B18")
+def test_a_language_is_removed_and_texts_find_each_other_across(model, files, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         app(["edit", str(model), *files, "-o", str(tmp_path / "out"), "--where", "both"])
     assert end.value.code == 0
@@ -129,7 +130,8 @@ def _edit_on_a_rank(model, files, output, version):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_shards_are_edited_to_the_same_bits_B18(model, files, tmp_path, version):
+@pytest.mark.promise("B18")
+def test_shards_are_edited_to_the_same_bits(model, files, tmp_path, version):
     alone = run_ranks(_edit_on_a_rank, 1, str(model), files, str(tmp_path / "one"), None, process_group=False)
     ends = run_ranks(
         _edit_on_a_rank, 2, str(model), files, str(tmp_path / "two"), version, process_group=False, timeout=110

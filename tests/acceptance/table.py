@@ -1,0 +1,63 @@
+"""The acceptance table: promises.yaml, and the tests that carry a row as `@pytest.mark.promise("A08", "D43")`.
+
+python -m tests.acceptance.table    writes README.md
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from tests.docs.pages import ROOT
+
+PROMISES = Path(__file__).with_name("promises.yaml")
+README = Path(__file__).with_name("README.md")
+HEAD = """\
+# What was promised, and what shows it
+
+One row per promise that five guides to sharded training make (A: Heretic's set-up guide, B: its implementation notes,
+C: a guide of ModularModel, D: one of vembed-factory, E: one of a free transformer). A promise that makes sense for
+embedding models is met here; a wrong statement is [corrected](../../docs/other-guides.md).
+
+Kind: CFG, parsing and checks; CPU2, two gloo processes on CPUs; GPU and nGPU, one or several GPUs (these were not at
+hand: the table names the command to run); DOC, a page. `pytest --promise D27` runs the tests of a row. The table is
+made from `promises.yaml` and the tests' marks by `python -m tests.acceptance.table`.
+
+| row | promise | kind | shown by |
+| --- | --- | --- | --- |
+"""
+
+
+def promises() -> dict[str, dict[str, str]]:
+    """Return row -> promise, kind, and `also`: what shows it besides tests."""
+    rows: dict[str, dict[str, str]] = yaml.safe_load(PROMISES.read_text(encoding="utf-8"))
+    return rows
+
+
+def marked_tests() -> Iterator[tuple[str, str]]:
+    """Yield (row, `file::test`) for every mark, without importing the tests."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.promise":
+                    for row in mark.args:
+                        yield ast.literal_eval(row), f"{path.relative_to(ROOT)}::{node.name}"
+
+
+def table() -> str:
+    """Return the text of README.md."""
+    tests: dict[str, list[str]] = {}
+    for row, test in marked_tests():
+        tests.setdefault(row, []).append(f"`{test}`")
+    lines = []
+    for row, one in promises().items():
+        shown = "; ".join([*tests.get(row, ()), *([one["also"]] if "also" in one else ())])
+        lines.append(f"| {row} | {one['promise']} | {one['kind']} | {shown} |\n")
+    return HEAD + "".join(lines)
+
+
+if __name__ == "__main__":
+    README.write_text(table(), encoding="utf-8")
