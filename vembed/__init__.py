@@ -9,6 +9,7 @@ __all__ = [
     "Embedder",
     "UserError",
     "__version__",
+    "audit",
     "edit",
     "evaluate",
     "fsdp_empty_cache",
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vembed.errors import UserError
     from vembed.evaluation.scores import evaluate
     from vembed.inference.embedder import Embedder
+    from vembed.mining.audit import audit
     from vembed.mining.run import mine
     from vembed.training.run import train
     from vembed.weights.edit import edit
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Embedder": "vembed.inference.embedder",
     "UserError": "vembed.errors",
+    "audit": "vembed.mining.audit",
     "edit": "vembed.weights.edit",
     "evaluate": "vembed.evaluation.scores",
     "fsdp_empty_cache": "vembed.distributed.memory",

@@ -184,6 +184,23 @@ def mine(words: Words = None) -> None:
     _end(call)
 
 
+@app.command(context_settings=WORDS_ARE_OURS)
+def audit(words: Words = None) -> None:
+    """Look at training data: duplicates, leakage, false negatives, weak positives. `vembed audit --help` lists the
+    options."""
+
+    def call() -> int:
+        from vembed.mining.config import AuditConfig
+        from vembed.tools.mine import options_help, run_audit
+
+        if {"-h", "--help"} & set(words or []):
+            sys.stdout.write(options_help("audit", " ".join(str(audit.__doc__).split()), AuditConfig))
+            return 0
+        return run_audit(words or [])
+
+    _end(call)
+
+
 @app.command()
 def demo(
     options: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE] ...", help="Options as of train.")] = None,

@@ -27,7 +27,7 @@ from vembed.config.loading import load_config, resolve_run
 from vembed.errors import UserError
 from vembed.mining.config import MineConfig
 from vembed.mining.loading import load_options
-from vembed.tools.mine import run_mine
+from vembed.tools.mine import run_audit, run_mine
 from vembed.tools.train import run_train
 
 KNOWN_ELSEWHERE = {
@@ -143,8 +143,8 @@ def check_vembed(words: list[str]) -> None:
     verb, *rest = words
     if verb == "train":
         dry_run(rest)
-    elif verb == "mine":
-        assert rest == ["--help"] or run_mine([*rest, "--dry-run"]) == 0
+    elif verb in ("mine", "audit"):
+        assert rest == ["--help"] or {"mine": run_mine, "audit": run_audit}[verb]([*rest, "--dry-run"]) == 0
     elif verb in ("config", "plan"):
         resolve_run(parse_train_arguments(rest or ["cfg.yaml"]).config)
     elif verb != "--help":

@@ -11,6 +11,8 @@ from vembed.config.schema import DataSource, Fraction, Frozen, NonNegativeInt, N
 BM25 = "bm25"
 """Name of the lexical retriever, where a model would stand."""
 
+DropKind = Literal["duplicates", "near_duplicates", "leakage", "contradictions", "low_positives", "weak_queries"]
+"""Findings of an audit whose rows can be left out."""
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False), Number]
 
 
@@ -234,3 +236,39 @@ class MineConfig(DataOptions, ModelOptions):
     def budget(self) -> int:
         """Negatives that are chosen per query."""
         return self.per_query_budget or self.num_negatives
+
+
+class AuditConfig(DataOptions, ModelOptions):
+    """One run of `vembed audit`."""
+
+    # ---- audit -------------------------------------------------------------------------------------------------
+    model_name: str | None = None
+    """The model that searches: a folder or a Hub name. Without one only what needs no model is looked at."""
+    query_prompt: str | None = None
+    """Text put before every query. Default: the model's own."""
+    document_prompt: str | None = None
+    """Text put before every document. Default: the model's own."""
+    val_data_path: str | None = None
+    """Validation data, which should share nothing with the training data."""
+    output_path: str = "audit.html"
+    """The page to write; the same as JSON is written beside it."""
+    cleaned_path: str | None = None
+    """Write the rows that are left when those in `drop` are taken out: .jsonl or .parquet."""
+    drop: list[DropKind] = Field(default=["duplicates", "leakage"])
+    """Findings whose rows `cleaned_path` leaves out; of duplicates the first row stays."""
+    near_duplicate: Fraction | None = 0.9
+    """Texts are near-duplicates if one holds at least this share of the other's 3-grams. `null`: not looked for."""
+    top_k: PositiveInt = 50
+    """Documents that are searched per query."""
+    num_negatives: PositiveInt = 5
+    """Negatives per query for which the rate of false ones is estimated."""
+    max_false_negative_rate: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.05
+    """The rate that the recommended threshold keeps to."""
+    num_examples: NonNegativeInt = 20
+    """Examples of each finding on the page."""
+    work_dir: str | None = None
+    """Folder for vectors, which all machines must see. Default: `output_path` with `.work`."""
+    keep_work: bool = True
+    """Keep that folder for a second run. false: delete it at the end."""
+    seed: NonNegativeInt = 42
+    """Seed of what is hidden for the estimate."""

@@ -19,7 +19,7 @@ COMMAND_LINE = "command line"
 
 Config = TypeVar("Config", bound=Frozen)
 Source = str | Path | Mapping[str, Any] | Frozen | None
-PATHS = ("data_path", "corpus_path", "qrels_path", "image_root", "train_path", "val_path")
+PATHS = ("data_path", "corpus_path", "qrels_path", "image_root", "val_data_path")
 """Options whose relative paths are looked for beside the config file too."""
 
 

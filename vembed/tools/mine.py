@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from vembed.config.schema import Frozen
 from vembed.errors import UserError
-from vembed.mining.config import BM25, MineConfig
+from vembed.mining.config import BM25, AuditConfig, MineConfig
 from vembed.mining.loading import describe_options, load_options
 
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
@@ -126,6 +126,26 @@ def run_mine(words: Sequence[str]) -> int:
     from vembed.mining.run import mine
 
     mine(config, say=speak)
+    return 0
+
+
+def run_audit(words: Sequence[str]) -> int:
+    """`vembed audit`."""
+    parsed = parse_words("audit", words)
+    config = load_options(AuditConfig, parsed.config, parsed.overrides)
+    from vembed.mining.audit import check_audit, mining_config
+
+    page = check_audit(config)
+    if parsed.is_dry_run:
+        from vembed.mining.run import read_inputs
+
+        sys.stdout.write("\n".join([*read_inputs(mining_config(config)).summary(), f"would write: {page}"]) + "\n")
+        return 0
+    if (code := start_others("audit", parsed)) is not None:
+        return code
+    from vembed.mining.audit import audit
+
+    audit(config, say=speak)
     return 0
 
 
