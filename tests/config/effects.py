@@ -1,0 +1,286 @@
+"""Where the effect of each option is seen: on a trainer that was built with it, on a loss, in the files of a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+
+import vembed
+from tests import tiny
+from tests.losses.batches import SIZES, make_batch
+from vembed.config.loading import resolve_run
+from vembed.config.resolved import ResolvedRun
+from vembed.data.examples import ImageRef, Item
+from vembed.distributed.launch import rank_environments
+from vembed.distributed.session import start_session
+from vembed.families.backbones import layers_of
+from vembed.losses.build import build_loss
+from vembed.models.quantized import is_quantized
+from vembed.tools.train import resolve_launch
+from vembed.training.checkpoint import Checkpointer
+from vembed.training.interrupts import Interrupts
+from vembed.training.trainer import Runtime, Trainer
+
+Options = Mapping[str, Any]
+
+
+@cache
+def folder() -> Path:
+    """Data of every kind: pairs with negatives, of two sources, under other names, with a bad record, with images."""
+    path = Path(tempfile.mkdtemp(prefix="effects-", dir=tiny.shared(tiny.tiny_bert).parent))
+    words = tiny.WORDS
+    pairs = [
+        {"query": words[i], "positive": f"{words[i]} {words[i + 1]}", "negatives": [words[i + 2], words[i + 3]]}
+        for i in range(40)
+    ]
+    pairs += pairs[:8]
+    write(path / "pairs.jsonl", pairs)
+    write(path / "more.jsonl", pairs[:16])
+    write(path / "val.jsonl", pairs[:12])
+    write(path / "named.jsonl", [{"ask": one["query"], "positive": one["positive"]} for one in pairs])
+    write(path / "bad.jsonl", [*pairs[:20], {"query": "", "positive": ""}])
+    (path / "pictures").mkdir()
+    from PIL import Image
+
+    for number in range(8):
+        Image.new("RGB", (40 + number, 30), (30 * number, 90, 10)).save(path / "pictures" / f"{number}.png")
+    Image.new("RGB", (200, 200)).save(path / "large.png")
+    Image.new("RGB", (8, 8)).save(path / "small.png")
+    images = [{"query": words[i], "positive": {"image": f"pictures/{i}.png"}} for i in range(8)]
+    write(path / "images.jsonl", images)
+    write(path / "plain.jsonl", [{"query": words[i], "positive": f"{i}.png"} for i in range(8)])
+    write(path / "addresses.jsonl", [{"query": "a", "positive": {"image": "http://127.0.0.1:9/a.png"}}] * 8)
+    return path
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def given(options: Options) -> dict[str, Any]:
+    """The options of a small run; a value that is a function is called for a model's folder."""
+    base = {
+        "model_name": tiny.tiny_bert, "data_path": "pairs.jsonl", "batch_size": 8, "max_steps": 4,
+        "kept_graph_tokens": 500, "report_to": [],
+    }  # fmt: skip
+    values = {**base, **options}
+    for name in ("model_name", "image_model_name"):
+        if callable(values.get(name)):
+            values[name] = str(tiny.shared(values[name]))
+    if values.get("image_root") == "PICTURES":
+        values["image_root"] = str(folder() / "pictures")
+    for name in ("data_path", "val_data_path"):
+        one = values.get(name)
+        if isinstance(one, str):
+            values[name] = str(folder() / one)
+        elif isinstance(one, list):
+            values[name] = [str(folder() / entry) for entry in one]
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def resolve(options: Options, env: Mapping[str, str] | None = None) -> ResolvedRun:
+    """Resolved from a YAML file."""
+    path = Path(tempfile.mkdtemp(dir=folder())) / "cfg.yaml"
+    path.write_text(yaml.safe_dump(given({"output_dir": str(path.parent / "run"), **options})))
+    return resolve_run(path, env=env or {})
+
+
+@dataclass(frozen=True)
+class Built:
+    """A trainer that was built, not run; and what the log said."""
+
+    run: ResolvedRun
+    trainer: Trainer
+    lines: list[str]
+    is_deterministic: bool
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return dict(self.trainer.parts.model.named_parameters())
+
+    def group(self, of: str) -> dict[str, Any]:
+        """The optimizer's group of the first parameter whose name has `of` in it."""
+        wanted = next(one for name, one in self.parameters().items() if of in name and one.requires_grad)
+        groups = self.trainer.parts.optimizer.param_groups
+        return next(group for group in groups if any(one is wanted for one in group["params"]))
+
+    def tokens(self, text: str, kind: Any) -> list[int]:
+        featuriser = self.trainer.parts.featuriser
+        (features,) = featuriser.features([(Item(text=text), kind)])
+        return list(map(int, features.token_ids))
+
+    def image_tokens(self, name: str) -> int:
+        """How long an image is for the model."""
+        item = Item(images=(ImageRef(path=str(folder() / name)),))
+        (features,) = self.trainer.parts.featuriser.features([(item, "document")])
+        return features.length
+
+    def layers(self) -> list[Any]:
+        return layers_of(self.trainer.parts.model)
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def build(options: Options) -> Built:
+    """The trainer of a YAML file with these options, in one process."""
+    run = resolve(options)
+    Path(run.config.output_dir).mkdir(parents=True)
+    log, handler = logging.getLogger("vembed"), _Lines()
+    log.addHandler(handler)
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        with start_session(run) as session, Checkpointer(run.config, session) as checkpointer:
+            runtime = Runtime(session, checkpointer, Interrupts(run.config), Console(quiet=True))
+            trainer = Trainer(run.config, runtime)
+            return Built(run, trainer, handler.lines, torch.are_deterministic_algorithms_enabled())
+    finally:
+        torch.use_deterministic_algorithms(False)
+        log.setLevel(level)
+        log.removeHandler(handler)
+
+
+@cache
+def _built(key: str) -> Built:
+    return build(GROUPS[key])
+
+
+def built(group: str) -> Built:
+    """The trainer of a group of options, built once."""
+    return _built(group)
+
+
+@cache
+def finished(key: str) -> Path:
+    """The output folder of a run with a group of options."""
+    options = RUNS[key]
+    path = Path(tempfile.mkdtemp(dir=folder())) / "run"
+    vembed.train(given({**options, "output_dir": str(path)}))
+    return path
+
+
+def log_of(run: Path, name: str = "training_log.txt") -> str:
+    return (run / name).read_text()
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def loss_value(options: Options) -> float:
+    """The loss of one batch with duplicates, several positives, hard negatives and teachers, seen by one of two
+    ranks."""
+    config = resolve({"data_path": "unused", **options}).config
+    batch = make_batch(8, num_contents=24, max_positives=2, seed=3)
+    half = batch.num_rows // 2
+    batch = replace(batch, world_size=2, own_rows=slice(0, half), own_negatives=slice(0, batch.negative.numel() // 2))
+    loss = build_loss(config, mrl_dims=(12,), **SIZES).double()
+    return float(loss(batch).detach())
+
+
+def world_sizes(options: Options) -> tuple[str, str]:
+    """What the processes of a launch would find in their environment."""
+    launch = resolve_launch(resolve(options), env={"CUDA_VISIBLE_DEVICES": ""})
+    first = rank_environments(launch.num_processes, num_machines=launch.num_machines, env={})[0]
+    return first["WORLD_SIZE"], first["LOCAL_WORLD_SIZE"]
+
+
+def adapter_names(one: Built) -> set[str]:
+    return {name.split(".lora_A")[0].rsplit(".", 1)[-1] for name in one.parameters() if ".lora_A" in name}
+
+
+def adapter(one: Built) -> Any:
+    layers = [module for module in one.trainer.parts.model.modules() if "lora_A" in dict(module.named_children())]
+    return layers[0] if layers else None
+
+
+def num_quantized(one: Built) -> bool:
+    return any(is_quantized(module) for module in one.trainer.parts.model.modules())
+
+
+def first_ids(one: Built) -> list[int]:
+    return [int(index) for index in one.trainer.data.batch_schedule.batch(0, 0)]
+
+
+def scaling(one: Built) -> float:
+    return float(adapter(one).scaling["default"])
+
+
+GROUPS: dict[str, Options] = {
+    "base": {},
+    "validated": {"val_data_path": "val.jsonl"},
+    "many": {
+        "model_name": lambda path: tiny.tiny_bert(path, layers=3), "max_length": 9, "pooling": "max",
+        "query_prompt": "red ", "document_prompt": "green blue ", "attn_implementation": "eager", "torch_compile": True,
+        "gradient_checkpointing": True, "use_mrl": True, "mrl_dims": [16, 8], "mrl_weights": [1, 2],
+        "mrl_projection": True, "freeze": ["embeddings"], "max_negatives": 1, "max_train_examples": 30,
+        "num_workers": 0, "batch_size": 5, "gradient_accumulation_steps": 2, "micro_batch_tokens": 99,
+        "kept_graph_tokens": 77, "use_gradient_cache": False, "max_steps": 7, "learning_rate": 0.5,
+        "weight_decay": 0.25, "adam_beta1": 0.5, "adam_beta2": 0.6, "adam_epsilon": 0.7, "head_learning_rate": 0.125,
+        "layer_lr_decay": 0.5, "warmup_steps": 3, "lr_scheduler_type": "cosine", "max_grad_norm": 0.75, "seed": 7,
+        "deterministic": True, "on_nonfinite": "skip", "loss": "infonce", "learn_temperature": True,
+        "padding_free": False, "sync_batchnorm": True, "no_duplicates": True, "val_data_path": "val.jsonl",
+    },
+    "other": {
+        "model_family": "text_decoder", "batch_size": None, "global_batch_size": 6, "gradient_cache_chunk_size": 3,
+        "max_steps": None, "epochs": 2.0, "warmup_ratio": 0.5, "optim": "sgd", "scale_learning_rate": "linear",
+        "base_batch_size": 3, "data_path": ["pairs.jsonl", "more.jsonl"], "homogeneous_batches": True,
+    },
+    "scaled": {"scale_learning_rate": "linear"},
+    "two": {"data_path": ["pairs.jsonl", "more.jsonl"]},
+    "named": {"data_path": "named.jsonl", "column_mapping": {"ask": "query"}},
+    "bad": {"data_path": "bad.jsonl", "on_bad_record": "skip"},
+    "mrl": {"use_mrl": True, "mrl_dims": [16, 8]},
+    "pca": {"use_mrl": True, "mrl_dims": [16, 8], "mrl_projection_init": "pca"},
+    "whole": {"use_mrl": True, "mrl_dims": [16, 8], "mrl_projection": False},
+    "decoder": {"model_name": tiny.tiny_qwen3},
+    "seeing": {"model_name": tiny.tiny_qwen3, "bidirectional_attention": True},
+    "adapters": {"use_lora": True},
+    "other_adapters": {
+        "use_lora": True, "lora_r": 3, "lora_alpha": 9, "lora_dropout": 0.5, "lora_target_modules": ["query"],
+        "use_dora": True, "model_revision": "v2",
+    },
+    "rslora": {"use_lora": True, "use_rslora": True},
+    "qlora": {"model_name": tiny.tiny_qwen3, "use_qlora": True},
+    "clip": {"model_name": tiny.tiny_clip, "data_path": "images.jsonl"},
+    "clip_adapters": {"model_name": tiny.tiny_clip, "data_path": "images.jsonl", "use_lora": True,
+                      "lora_towers": "vision"},
+    "frozen": {"model_name": tiny.tiny_clip, "data_path": "images.jsonl", "freeze": ["vision"],
+               "torch_dtype": "bfloat16", "cache_frozen_features": True},
+    "pure": {"torch_dtype": "bfloat16", "pure_dtype": True},
+    "composed": {"image_model_name": tiny.tiny_dinov2, "composed_dim": 6, "data_path": "images.jsonl"},
+    "composed_plainly": {"image_model_name": tiny.tiny_dinov2, "data_path": "images.jsonl"},
+    "pictures": {"model_name": tiny.tiny_clip, "data_path": "plain.jsonl", "retrieval_mode": "t2i",
+                 "image_root": "PICTURES"},
+    "addresses": {"model_name": tiny.tiny_clip, "data_path": "addresses.jsonl", "allow_image_urls": True},
+    "looking": {"model_name": tiny.tiny_qwen3_vl, "data_path": "images.jsonl"},
+    "looking_less": {"model_name": tiny.tiny_qwen3_vl, "data_path": "images.jsonl", "min_pixels": 3000,
+                     "max_pixels": 4000},
+}  # fmt: skip
+RUNS: dict[str, Options] = {
+    "base": {"val_data_path": "val.jsonl", "report_to": ["tensorboard"]},
+    "many": {
+        "val_data_path": "val.jsonl", "report_to": ["tensorboard"], "run_name": "mine", "log_file": "own.txt",
+        "eval_steps": 2, "eval_before": False, "eval_metric": "mrr@3", "eval_ks": [3], "eval_batch_tokens": 5,
+        "save_steps": 2, "save_total_limit": 1, "async_save": True, "save_dtype": "bfloat16", "logging_steps": 2,
+        "debug": True, "profile_steps": [1, 1], "learning_rate": 1e-12, "load_best_model_at_end": True,
+    },
+    "adapters": {"use_lora": True, "learning_rate": 1e-3},
+    "adapters_alone": {"use_lora": True, "learning_rate": 1e-3, "save_merged": False},
+}  # fmt: skip

@@ -1,0 +1,156 @@
+"""Options of a sharded run, each seen on what two processes have built with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from tests import tiny
+from tests.harness import run_ranks
+from vembed.config.loading import resolve_run
+from vembed.data.examples import Item
+from vembed.data.features import Featuriser
+from vembed.distributed.session import Session, start_session
+from vembed.families.backbones import layers_of
+from vembed.families.decisions import describe
+from vembed.losses.build import build_loss
+from vembed.models.embedding_model import build_model
+from vembed.training.whole_model import whole_model_writer
+
+FSDP1 = {"use_fsdp": True, "fsdp_version": 1}
+SIZED = {"use_fsdp": True, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 900}
+CASES: dict[str, Mapping[str, Any]] = {
+    "auto": {},
+    "ddp": {"strategy": "ddp", "mixed_precision": "bf16"},
+    "fsdp": {"strategy": "fsdp"},
+    "fsdp2": {"use_fsdp": True},
+    "fsdp1": FSDP1,
+    "hsdp_file": {"accelerate_config": "accelerate_fsdp_offload", "num_processes": 2},
+    "grad_op": {**FSDP1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+    "offload": {"use_fsdp": True, "fsdp_offload_params": True},
+    "cpu_offload": {"use_fsdp": True, "fsdp_cpu_offload": True},
+    "sized": SIZED,
+    "large": {**SIZED, "fsdp_min_num_params": 6000},
+    "decoder": {**FSDP1, "model_name": tiny.tiny_qwen3},
+    "flat": {**FSDP1, "model_name": tiny.tiny_qwen3, "fsdp_use_orig_params": False},
+    "named": {"use_fsdp": True, "fsdp_transformer_layer_cls_to_wrap": "BertSelfOutput"},
+    "embeddings": {"use_fsdp": True, "fsdp_wrap_embeddings": False},
+    "reshards": {"use_fsdp": True, "fsdp_reshard_after_forward": True},
+    "prefetch": {"use_fsdp": True, "fsdp_forward_prefetch": True},
+    "all_of_fsdp1": {
+        **FSDP1, "fsdp_backward_prefetch": "BACKWARD_POST", "fsdp_limit_all_gathers": False,
+        "fsdp_buffer_dtype": "bfloat16", "fsdp_sync_module_states": False,
+        "fsdp_cpu_ram_efficient_loading": False,
+    },
+    "kept": {"use_fsdp": True, "fsdp_activation_checkpointing": False},
+    "full": {"use_fsdp": True, "fsdp_state_dict_type": "FULL_STATE_DICT"},
+    "all_read": {"use_fsdp": True, "fsdp_cpu_ram_efficient_loading": False},
+    "wide": {"use_fsdp": True, "mixed_precision": "bf16", "fsdp_mixed_precision": False},
+    "bf16": {"use_fsdp": True, "mixed_precision": "bf16"},
+    "param": {"use_fsdp": True, "fsdp_param_dtype": "bfloat16", "dist_timeout_minutes": 7},
+    "reduce": {"use_fsdp": True, "fsdp_param_dtype": "bfloat16", "fsdp_reduce_dtype": "bfloat16"},
+    "output": {"use_fsdp": True, "fsdp_output_dtype": "bfloat16"},
+}  # fmt: skip
+
+ROWS: dict[str, tuple[str, str, Any, str]] = {
+    # option: (case, what is seen, what it is, case without it)
+    "strategy": ("fsdp", "kind", "FSDP2", "auto"),
+    "use_fsdp": ("fsdp2", "kind", "FSDP2", "auto"),
+    "accelerate_config": ("hsdp_file", "offload", True, "fsdp2"),
+    "mixed_precision": ("ddp", "layer dtype", "torch.bfloat16", "auto"),
+    "fsdp_version": ("fsdp1", "kind", "FSDP1", "fsdp2"),
+    "fsdp_sharding_strategy": ("grad_op", "unit strategies", ["SHARD_GRAD_OP"], "fsdp1"),
+    "fsdp_offload_params": ("offload", "offload", True, "fsdp2"),
+    "fsdp_cpu_offload": ("cpu_offload", "offload", True, "fsdp2"),
+    "fsdp_auto_wrap_policy": ("sized", "has layers as units", False, "fsdp2"),
+    "fsdp_min_num_params": ("sized", "more than 5 units", True, "large"),
+    "fsdp_transformer_layer_cls_to_wrap": ("named", "has layers as units", False, "fsdp2"),
+    "fsdp_wrap_embeddings": ("embeddings", "has embeddings as units", False, "fsdp2"),
+    "fsdp_reshard_after_forward": ("reshards", "keeps gathered", False, "fsdp2"),
+    "fsdp_backward_prefetch": ("all_of_fsdp1", "backward prefetch", "BACKWARD_POST", "fsdp1"),
+    "fsdp_forward_prefetch": ("prefetch", "forward prefetch", True, "fsdp2"),
+    "fsdp_limit_all_gathers": ("all_of_fsdp1", "limits gathers", False, "fsdp1"),
+    "fsdp_use_orig_params": ("flat", "original parameters", False, "decoder"),
+    "fsdp_activation_checkpointing": ("kept", "recomputes", False, "fsdp2"),
+    "fsdp_state_dict_type": ("full", "writes whole models", True, "fsdp2"),
+    "fsdp_cpu_ram_efficient_loading": ("all_read", "one reads", False, "fsdp2"),
+    "fsdp_sync_module_states": ("all_of_fsdp1", "syncs on GPUs", False, "fsdp1"),
+    "fsdp_mixed_precision": ("wide", "layer dtype", "torch.float32", "bf16"),
+    "fsdp_param_dtype": ("param", "layer dtype", "torch.bfloat16", "fsdp2"),
+    "fsdp_reduce_dtype": ("reduce", "reduce dtype", "torch.bfloat16", "param"),
+    "fsdp_buffer_dtype": ("all_of_fsdp1", "buffer dtype", "torch.bfloat16", "fsdp1"),
+    "fsdp_output_dtype": ("output", "output dtype", "torch.bfloat16", "fsdp2"),
+    "dist_timeout_minutes": ("param", "timeout", 7 * 60.0, "fsdp2"),
+}
+
+
+@cache
+def facts() -> dict[str, dict[str, Any]]:
+    """What rank 1 of two saw in each case."""
+    cases = {name: {"model_name": tiny.tiny_bert, "data_path": "unused", **options} for name, options in CASES.items()}
+    cases = {name: {**one, "model_name": str(tiny.shared(one["model_name"]))} for name, one in cases.items()}
+    return run_ranks(_observe, 2, cases, process_group=False, timeout=300)[1]
+
+
+def _observe(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    seen = {}
+    for name, options in cases.items():
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        run = resolve_run(options, env={})
+        with start_session(run) as session:
+            seen[name] = _facts(session)
+    return seen
+
+
+def _facts(session: Session) -> dict[str, Any]:
+    run, placement = session.placement.run, session.placement
+    description = describe(run.config)
+    embedder = build_model(
+        run.config, description, compute_dtype=placement.compute_dtype, recompute=run.recomputation.value,
+        meta=session.builds_empty,
+    )  # fmt: skip
+    model = session.prepare(embedder, description.layer_classes)
+    featuriser = Featuriser(description)
+    inputs = featuriser.collate(featuriser.features([(Item(text="red green"), "query")]))
+    dtypes: list[str] = []
+    linear = next(module for name, module in model.named_modules() if name.endswith(("attention.self.query", "q_proj")))
+    linear.register_forward_hook(lambda _, __, output: dtypes.append(str(output.dtype)))
+    (output,) = model([("text", inputs)])
+    output.float().sum().backward()
+    old = FullyShardedDataParallel.fsdp_modules(model)
+    new = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units: list[nn.Module] = [unit.module for unit in old] if old else [unit for unit in new if unit is not model]
+    group = dist.group.WORLD
+    assert group is not None
+    policy = new[0]._get_fsdp_state()._fsdp_param_group if new else None
+    old_policy = session.accelerator.state.fsdp_plugin.mixed_precision_policy if old else None
+    writer = whole_model_writer(run.config, session, embedder, model, build_loss(run.config))
+    return {
+        "kind": "FSDP1" if old else "FSDP2" if new else "copies",
+        "unit strategies": sorted({unit.sharding_strategy.name for unit in old}),
+        "offload": bool(policy and type(policy.offload_policy).__name__ == "CPUOffloadPolicy"),
+        "has layers as units": any("BertLayer" in type(unit).__name__ for unit in units),
+        "has embeddings as units": any(isinstance(unit, nn.Embedding) for unit in units),
+        "more than 5 units": len(units) > 5,
+        "keeps gathered": session.keeps_gathered,
+        "backward prefetch": old[0].backward_prefetch.name if old else None,
+        "forward prefetch": bool(units and new and any(u._get_fsdp_state()._states_to_forward_prefetch for u in new)),
+        "limits gathers": bool(old and old[0].limit_all_gathers),
+        "original parameters": bool(old and old[0]._use_orig_params),
+        "recomputes": all(layer.gradient_checkpointing for layer in layers_of(model)),
+        "writes whole models": writer is not None,
+        "one reads": session.builds_empty,
+        "syncs on GPUs": bool(placement.fsdp and placement.fsdp.sync_module_states),
+        "layer dtype": dtypes[0],
+        "reduce dtype": str(policy.mp_policy.reduce_dtype) if policy else None,
+        "buffer dtype": str(old_policy.buffer_dtype) if old_policy else "",
+        "output dtype": str(output.dtype),
+        "timeout": group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
+    }
