@@ -138,3 +138,21 @@ def test_fast_enough_for_every_step() -> None:
     start = time.perf_counter()
     microbatches.split(lengths, 16_384)
     assert time.perf_counter() - start < 0.5
+
+
+def test_ranks_agree_on_the_micro_batches_of_each_group() -> None:
+    lengths = [[9, 1, 5, 5, 2, 7, 30], [3, 3], []]
+    places = [
+        {"text": [0, 2, 4], "image": [1, 3, 5, 6], "both": []},
+        {"text": [0], "image": [1], "both": []},
+        {"text": [], "image": [], "both": []},
+    ]
+    ranks = [microbatches.LockstepSplit(own, of, 10, 2) for own, of in zip(lengths, places, strict=True)]
+    counts = [max(column) for column in zip(*(rank.counts for rank in ranks), strict=True)]
+    for rank, of in zip(ranks, places, strict=True):
+        found = rank.agreed(counts)
+        assert list(found) == ["text", "image"]  # no rank has inputs of the last group
+        assert [len(split) for split in found.values()] == counts[:2]
+        for group, split in found.items():
+            assert sorted(place for rows in split for place in rows) == of[group]
+    assert ranks[0].padded_tokens >= sum(lengths[0]) and ranks[2].padded_tokens == 0

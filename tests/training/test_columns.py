@@ -1,0 +1,45 @@
+"""Columns that the ranks gather: of several dtypes and widths, of unequal length, in one collective."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tests.harness import run_ranks
+from vembed.data.distinct import distinct
+from vembed.distributed import collectives
+from vembed.training.columns import Column, gather_columns
+
+COUNTS = {"indices": [2, 0, 3], "weights": [1, 4, 0], "pairs": [0, 2, 1]}
+
+
+def part(name: str, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * rank + len(name))
+    count = COUNTS[name][rank]
+    if name == "indices":
+        return torch.randint(-(2**62), 2**62, (count,), generator=generator)
+    shape = (count,) if name == "weights" else (count, 2)
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def gathered() -> tuple[dict[str, torch.Tensor], int]:
+    columns = {name: Column(part(name, collectives.rank()), counts) for name, counts in COUNTS.items()}
+    collectives.reset_collective_counts()
+    found = gather_columns(columns, torch.device("cpu"))
+    return found, sum(collectives.collective_counts().values())
+
+
+def test_columns_arrive_bit_for_bit() -> None:
+    wanted = {name: torch.cat([part(name, rank) for rank in range(3)]) for name in COUNTS}
+    for found, num_collectives in run_ranks(gathered, 3):
+        assert num_collectives == 1
+        for name, column in wanted.items():
+            assert torch.equal(found[name], column) and found[name].dtype == column.dtype
+
+
+def test_distinct_values_and_where_they_went() -> None:
+    values = ["b", "a", "B", "c", "A", "b"]
+    firsts, where = distinct(values, key=str.lower)
+    assert firsts == ["b", "a", "c"]
+    np.testing.assert_array_equal(where, [0, 1, 0, 2, 1, 0])
+    assert distinct([], key=str.lower)[0] == []
