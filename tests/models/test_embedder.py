@@ -236,26 +236,6 @@ def test_gradient_checkpointing_replays_dropout():
     assert max(gradient_errors(gradients[1], gradients[0]).values()) < 1e-5
 
 
-@pytest.mark.promise("C05")
-def test_batch_norms_are_turned_into_shared_ones():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm1d(4)))
-    with pytest.raises(UserError, match="needs GPUs for this model's 2 batch norms"):
-        precision.share_batch_norms(model, torch.device("cpu"))
-    assert precision.share_batch_norms(model, torch.device("cuda")) == 2
-    assert [type(module).__name__ for module in model.modules()].count("SyncBatchNorm") == 2
-    assert precision.share_batch_norms(built(tiny.tiny_bert, sync_batchnorm=True), torch.device("cpu")) == 0
-
-
-def test_shared_batch_norms_are_for_where_the_model_computes_not_where_it_is_built(monkeypatch):
-    """FSDP builds in host memory what it will shard onto GPUs."""
-    seen = []
-    monkeypatch.setattr(precision, "share_batch_norms", lambda _, device: seen.append(device.type))
-    config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path=[], sync_batchnorm=True)
-    build_model(config, describe(config), device="cpu", computes_on=torch.device("cuda"))
-    build_model(config, describe(config), device="cpu")
-    assert seen == ["cuda", "cpu"]
-
-
 def test_no_class_of_ours_stops_fsdp():
     for make in (tiny.tiny_bert, COMPOSED):
         model = built(make, use_mrl=True, mrl_dims=[8])

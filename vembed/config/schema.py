@@ -406,7 +406,7 @@ class TrainConfig(Frozen):
     fsdp_output_dtype: Dtype | None = None
     """FSDP2 only: dtype of the model's output. Default: float32."""
     sync_batchnorm: bool = False
-    """Convert batch norms so that they use statistics over all processes."""
+    """Convert batch norms so that they use statistics over all processes. Micro-batches remain separate batches."""
     dist_timeout_minutes: PositiveFloat = 30.0
     """Timeout of collectives in minutes; after it the run fails with a message. If the option is not given, the
     variable `NCCL_TIMEOUT` (seconds) sets it."""

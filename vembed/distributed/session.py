@@ -23,6 +23,7 @@ from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives, sharding
+from vembed.distributed.batch_norms import share_batch_norms
 from vembed.distributed.devices import choose_device, enable_expandable_segments, matmul_precision
 from vembed.distributed.environment import RankInfo, read_rank_info
 from vembed.distributed.estimate import GIB
@@ -97,6 +98,7 @@ class Session:
         """
         # from_pretrained leaves a backbone in evaluation mode, without dropout and without gradient checkpointing.
         model.train()
+        share_batch_norms(model, self.device, shared=self.config.sync_batchnorm)
         if self.fsdp is not None:
             self._choose_reduction(model)
             self._choose_gathering(model)

@@ -190,8 +190,6 @@ def build_model(
         cast_frozen_towers(config, description, backbone)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"freeze: {config.freeze} leaves nothing of {config.model_name} to train; freeze less of it")
-    if config.sync_batchnorm:
-        precision.share_batch_norms(model, computes_on)
     if computes_on.type == "cpu":
         cpu_kernels.use_cpu_kernels(backbone)
     layers = backbones.layers_of(backbone)

@@ -134,14 +134,3 @@ def compile_layers(layers: list[nn.Module]) -> None:
     """Compile each layer once, with dynamic numbers of rows and tokens."""
     for layer in layers:
         layer.compile(dynamic=True)
-
-
-def share_batch_norms(model: nn.Module, device: torch.device) -> int:
-    """Replace batch norms by SyncBatchNorm and return their number."""
-    found = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    if found and device.type == "cpu":
-        raise UserError(f"sync_batchnorm: true needs GPUs for this model's {len(found):,d} batch norms; leave it out")
-    if found:
-        nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    log.info("sync_batchnorm: %d batch norms share their statistics among processes", len(found))
-    return len(found)
