@@ -186,6 +186,7 @@ output_dir: {output}
 global_batch_size: 4
 max_steps: 6
 save_steps: 1
+logging_steps: 1
 report_to: none
 training_stages:
   stage1:

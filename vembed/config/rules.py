@@ -304,6 +304,24 @@ def _fsdp_precision(config: TrainConfig) -> Violation | None:
     return None
 
 
+def _guards_have_checkpoints(config: TrainConfig) -> Violation | None:
+    if not config.guards:
+        return None
+    missing = [name for name in ("val_data_path", "eval_steps", "save_steps") if dict(config)[name] is None]
+    if missing:
+        return Violation(
+            ("guards",), f"guards end a run with the last checkpoint that held: give {' and '.join(missing)} too"
+        )
+    assert config.eval_steps is not None and config.save_steps is not None
+    if config.save_steps % config.eval_steps == 0:
+        return None
+    return Violation(
+        ("eval_steps", "save_steps"),
+        f"guards need an evaluation at every checkpoint: save_steps: {config.save_steps:,d} must be a multiple of "
+        f"eval_steps: {config.eval_steps:,d}",
+    )
+
+
 def _best_model_is_known(config: TrainConfig) -> Violation | None:
     if not config.load_best_model_at_end:
         return None
@@ -383,6 +401,7 @@ RULES: tuple[Rule, ...] = (
     _one_checkpointing_switch,
     _fsdp_precision,
     _best_model_is_known,
+    _guards_have_checkpoints,
     _metric_is_computed,
     _profiled_steps,
     _log_file_inside,

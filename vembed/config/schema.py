@@ -59,6 +59,17 @@ LossName = Literal[
 ]  # fmt: skip
 
 
+class Guard(Frozen):
+    """One entry of `guards`."""
+
+    path: str
+    """Evaluation data, as `val_data_path` takes them."""
+    name: str | None = None
+    """Name in the log and the report. Default: that of the file."""
+    max_drop: NonNegativeFloat = 0.02
+    """The most that its main score (ndcg@10, or spearman for scored pairs) may fall below that before training."""
+
+
 class Teacher(Frozen):
     """One entry of `teachers`."""
 
@@ -335,6 +346,9 @@ class TrainConfig(Frozen):
     """Decay of the learning rate after the warm-up. constant: no decay."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
+    ema: Annotated[float, Field(gt=0.0, lt=1.0), Number] | None = None
+    """Decay of an exponential moving average of the weights, such as 0.999. Evaluations and `final/` use the average.
+    The decay is lower during the first steps. Not under FSDP1."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Non-finite loss or gradient: stop and name the examples, or skip the step and count it."""
     seed: NonNegativeInt = 42
@@ -420,6 +434,9 @@ class TrainConfig(Frozen):
     """Evaluate before the first step, for the comparison in the report."""
     eval_metric: str = "auto"
     """Metric that selects the best checkpoint. `auto`: ndcg@10 for retrieval, spearman for scored pairs."""
+    guards: list[str | Guard] | None = None
+    """Evaluation data of other abilities, scored with each evaluation. A run that falls on one of them by more than its
+    `max_drop` ends, and `final/` is the last checkpoint that held. Needs val_data_path, eval_steps and save_steps."""
     eval_ks: list[PositiveInt] = Field(default_factory=lambda: [1, 5, 10, 100])
     """Cut-offs of nDCG, MRR, Recall and MAP."""
     eval_batch_tokens: Literal["auto"] | PositiveInt = "auto"

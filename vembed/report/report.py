@@ -31,7 +31,7 @@ def score_table(record: RunRecord, keys: tuple[str, ...] | None = None, prefix: 
     """Return a table of metrics before and after: the given ones, or all that were measured."""
     before, after = record.before, record.after
     measured = after or before
-    wanted = keys or tuple(key for key in measured if "/" not in key)
+    wanted = keys or tuple(key for key in measured if "/" not in key or key.startswith("guard/"))
     rows = []
     for key in wanted:
         if prefix + key in measured:

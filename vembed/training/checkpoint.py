@@ -19,7 +19,7 @@ import logging
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -216,7 +216,8 @@ class Checkpointer:
     ) -> None:
         """Write the checkpoint of `state["step"]`. A second call for the same step does nothing.
 
-        The checkpoint of `state["best_step"]` is never pruned. All ranks call `extra`, which writes more files into the
+        The checkpoints of `state["best_step"]` and of
+        `state["held_step"]` are never pruned. All ranks call `extra`, which writes more files into the
         folder (the whole model, with fsdp_state_dict_type: FULL_STATE_DICT). `tensors`: those of hooks, by name. With
         `async_save`, return once the tensors are copied to host memory.
         """
@@ -238,7 +239,7 @@ class Checkpointer:
             final,
             self._description(state, optimizer),
             rank=self.session.rank,
-            committed=lambda: self._committed(final, state.get("best_step"), began),
+            committed=lambda: self._committed(final, [state.get("best_step"), state.get("held_step")], began),
         )
         weights = tensors_of(model, loss, optimizer, tensors or {})
         planner = DefaultSavePlanner(flatten_state_dict=False)
@@ -357,12 +358,12 @@ class Checkpointer:
             raise RunError(f"{what}. Make room in {self.output} and resume, or set on_save_error: continue")
         log.error("%s; going on (on_save_error: continue)", what)
 
-    def _committed(self, final: Path, best_step: int | None, began: float) -> None:
+    def _committed(self, final: Path, kept_steps: Sequence[int | None], began: float) -> None:
         """Log the finished checkpoint and prune the oldest ones. Runs on rank 0."""
         size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
         log.info("saved %s (%.2f GB, %.1f s)", final.name, size / 1e9, time.monotonic() - began)
         try:
-            keep = set() if best_step is None else {best_step}
+            keep = {step for step in kept_steps if step is not None}
             for path in integrity.prune(self.output, self.config.save_total_limit, keep):
                 log.info("removed %s (save_total_limit: %d)", path.name, self.config.save_total_limit)
         except OSError as error:

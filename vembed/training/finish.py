@@ -77,9 +77,7 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
         seconds=state.seconds,
         finished=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions=collect_versions(),
-        warnings=[f"{state.num_skipped:,d} steps were left out because a number was not finite"]
-        if state.num_skipped
-        else [],
+        warnings=_warnings(state),
     )
     if session.is_main:
         summary.save(output)
@@ -90,6 +88,13 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
         log.info("report: %s", output / "report.html")
     session.barrier()
     return directory
+
+
+def _warnings(state: LoopState) -> list[str]:
+    found = [] if state.fell is None else [f"{state.fell}; final/ is the checkpoint of step {state.held_step:,d}"]
+    if state.num_skipped:
+        found.append(f"{state.num_skipped:,d} steps were left out because a number was not finite")
+    return found
 
 
 def _card(config: TrainConfig, data: RunData, state: LoopState) -> Card:

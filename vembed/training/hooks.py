@@ -50,6 +50,8 @@ class Run(Protocol):
     state: LoopState
     step: ContrastiveStep
     """Built after `on_build`."""
+    hooks: Hooks
+    """All hooks of the run."""
 
     def restart_stream(self) -> None:
         """Drop the batches that were prepared ahead, since a hook has changed the examples."""

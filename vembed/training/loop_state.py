@@ -20,6 +20,11 @@ class LoopState:
     best: float | None = None
     best_step: int | None = None
     best_scores: dict[str, float] = field(default_factory=dict)
+    held_step: int | None = None
+    """Step whose checkpoint `final/` gets if a guard falls, and its scores."""
+    held_scores: dict[str, float] = field(default_factory=dict)
+    fell: str | None = None
+    """Why a guard has ended the run."""
     scale: GradientScale = field(default_factory=GradientScale)
     before: dict[str, float] = field(default_factory=dict)
     """Scores before the first step."""

@@ -29,9 +29,10 @@ _MEMORY_AND_SPEED = """
     deterministic
 """
 _WATCHED_AND_KEPT = """
-    val_data_path eval_steps eval_before eval_metric eval_ks eval_batch_tokens save_steps save_total_limit save_merged
-    load_best_model_at_end async_save on_save_error save_dtype on_nonfinite logging_steps report_to run_name
-    wandb_project wandb_tags log_file debug profile_steps output_dir resume resume_anyway trust_remote_code
+    val_data_path eval_steps eval_before eval_metric eval_ks eval_batch_tokens guards save_steps
+    save_total_limit save_merged load_best_model_at_end async_save on_save_error save_dtype on_nonfinite
+    logging_steps report_to run_name wandb_project wandb_tags log_file debug profile_steps output_dir resume
+    resume_anyway trust_remote_code
 """
 # Data are compared by the fingerprint of their content.
 _WHERE_DATA_LIE = "data_path image_root"

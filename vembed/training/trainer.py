@@ -27,6 +27,7 @@ from vembed.progress import duration
 from vembed.report.record import scores_line
 from vembed.training.budget import find_budget
 from vembed.training.checkpoint import Checkpointer
+from vembed.training.configured import configured_hooks
 from vembed.training.diagnostics import Diagnostics, log_line
 from vembed.training.finish import save_final
 from vembed.training.frozen import log_use
@@ -87,7 +88,8 @@ class Trainer:
         self.parts = parts = build_parts(config, self.data, session)
         self.schedule = Schedule(config, self.data.total_steps, self.data.examples_per_step)
         log_parameter_summary(parts.model)
-        own = [
+        own: list[Hook] = [
+            *configured_hooks(config),  # before those that write the scores
             ProgressBar(runtime.console),
             Profile(config, session.rank, self.data.total_steps),
             Diagnostics(),
@@ -248,11 +250,14 @@ class Trainer:
         log_use(parts.source.towers.stores)
         parts.teachers.log_use()
         self.checkpointer.wait()
-        best = self.checkpointer.path_of(state.best_step or 0)
-        wants_best = config.load_best_model_at_end and state.best_step not in (None, state.step)
-        if wants_best and self.checkpointer.load_weights(best, parts.model, parts.loss, self.hooks.tensors()):
-            log.info("final/ gets the best checkpoint, %s", best.name)
-            state.scores, state.scored_step = state.best_scores, state.best_step
+        what, chosen, scores = "the best checkpoint", state.best_step, state.best_scores
+        if state.fell is not None:
+            what, chosen, scores = "the last checkpoint that held", state.held_step, state.held_scores
+        folder = self.checkpointer.path_of(chosen or 0)
+        wants_earlier = (config.load_best_model_at_end or state.fell) and chosen not in (None, state.step)
+        if wants_earlier and self.checkpointer.load_weights(folder, parts.model, parts.loss, self.hooks.tensors()):
+            log.info("final/ gets %s, %s", what, folder.name)
+            state.scores, state.scored_step = scores, chosen
         fsdp_print_memory_usage("after the last step")
         with self.hooks.evaluation_weights():
             model_dir = save_final(config, self.session, self.data, parts, state)

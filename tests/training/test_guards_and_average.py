@@ -1,0 +1,150 @@
+"""`ema` and `guards` in whole runs: the average against float64, the checkpoint that held as final/."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import vembed
+from tests.harness import run_ranks
+from tests.tiny import shared, texts, tiny_bert_st
+from tests.weights.variants import pairs
+from vembed.errors import RunError, UserError
+from vembed.training.hooks import Hook
+from vembed.weights.checkpoints import whole_model
+
+COMMON = {
+    "model_name": "", "batch_size": 4, "max_steps": 4, "report_to": "none", "strategy": "single", "logging_steps": 1,
+    "learning_rate": 1e-2, "warmup_steps": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    data, val = pairs(tmp_path / "train.jsonl", 24), pairs(tmp_path / "val.jsonl", 30)
+    return {
+        **COMMON, "model_name": str(shared(tiny_bert_st)), "data_path": str(data), "val_data_path": str(val),
+        "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+
+
+def weights_of(folder):
+    found = load_file(Path(folder) / "model.safetensors")
+    return {name: one.astype(np.float64) for name, one in found.items() if "pooler" not in name}
+
+
+class Collected(Hook):
+    """Copies of the trained weights after each step."""
+
+    def on_build(self, run):
+        self.model = run.parts.model
+        self.steps = [self.copy()]
+
+    def on_step(self, report):
+        self.steps.append(self.copy())
+
+    def copy(self):
+        named = self.model.backbone.named_parameters()
+        return {name: one.detach().double().numpy().copy() for name, one in named}
+
+
+def test_final_holds_the_average_of_the_weights(config):
+    collected = Collected()
+    result = vembed.train({**config, "ema": 0.2, "eval_steps": 2}, hooks=[collected])
+    expected = collected.steps[0]
+    for number, weights in enumerate(collected.steps[1:], start=1):
+        decay = min(0.2, (1 + number) / (10 + number))
+        expected = {name: decay * old + (1 - decay) * weights[name] for name, old in expected.items()}
+    found = weights_of(result.model_dir)
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], atol=1e-5)
+    assert any(np.abs(found[name] - collected.steps[-1][name]).max() > 1e-4 for name in found)
+    # The evaluation is that of the average, and training went on from the trained weights.
+    scores = vembed.evaluate(result.model_dir, config["val_data_path"])
+    assert scores["ndcg@10"] == pytest.approx(result.metrics["ndcg@10"])
+
+
+def test_the_average_is_resumed(config, tmp_path):
+    whole = vembed.train({**config, "ema": 0.5, "save_steps": 2})
+    for name in ("final", "checkpoint-4"):
+        shutil.rmtree(whole.output_dir / name)
+    resumed = vembed.train({**config, "ema": 0.5, "save_steps": 2, "resume": True})
+    again = vembed.train({**config, "ema": 0.5, "output_dir": str(tmp_path / "other")})
+    one, other = weights_of(resumed.model_dir), weights_of(again.model_dir)
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], atol=1e-7)
+
+
+def _train_on_a_rank(config):
+    return str(vembed.train(config).model_dir)
+
+
+def test_shards_have_the_same_average(config, tmp_path):
+    config |= {"optim": "sgd", "learning_rate": 0.1}  # Adam would enlarge the rounding of gradients that are zero
+    alone = vembed.train({**config, "ema": 0.5})
+    options = {"ema": 0.5, "strategy": "fsdp", "batch_size": 2, "output_dir": str(tmp_path / "two"), "eval_steps": 2}
+    run_ranks(_train_on_a_rank, 2, {**config, **options}, process_group=False, timeout=110)
+    one, two = weights_of(alone.model_dir), weights_of(tmp_path / "two" / "final")
+    for name in one:
+        np.testing.assert_allclose(one[name], two[name], atol=2e-5)
+
+
+# ---- guards ----------------------------------------------------------------------------------------------------
+
+
+def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(config, tmp_path):
+    guard = pairs(tmp_path / "general.jsonl", 40)
+    options = {
+        "guards": [{"path": str(guard), "max_drop": 0.1}], "eval_steps": 1, "save_steps": 1, "save_total_limit": 1,
+        "max_steps": 40, "learning_rate": 0.2, "warmup_steps": 40,
+    }  # fmt: skip
+    result = vembed.train({**config, **options})
+    assert 1 < result.steps < 40
+    lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    seen = {line["step"]: line["eval"]["guard/general/ndcg@10"] for line in lines if "eval" in line}
+    last, start = max(seen), seen[0]
+    held = last - 1
+    assert seen[last] < start - 0.1
+    assert all(seen[step] >= start - 0.1 for step in range(held + 1))
+    assert vembed.evaluate(result.model_dir, guard)["ndcg@10"] == pytest.approx(seen[held], abs=1e-6)
+    checkpoint = result.output_dir / f"checkpoint-{held}"
+    assert checkpoint.is_dir()
+    one, other = weights_of(result.model_dir), weights_of(whole_model(str(checkpoint), tmp_path / "held"))
+    assert all((one[name] == other[name]).all() for name in one)
+    assert result.metrics["guard/general/ndcg@10"] == pytest.approx(seen[held])
+    assert result.metrics["before/guard/general/ndcg@10"] == pytest.approx(start)
+    report = (result.output_dir / "report.md").read_text()
+    assert "guard general: nDCG@10" in report
+    assert "by more than 0.1" in report
+    assert "guard/general/ndcg@10" in (result.model_dir / "README.md").read_text()
+
+
+def test_a_guard_that_falls_at_once_leaves_nothing_to_save(config, tmp_path):
+    given = texts(20)
+    scores = vembed.Embedder(config["model_name"], device="cpu").score([(given[0], one) for one in given])
+    guard = tmp_path / "g.jsonl"
+    rows = [
+        {"sentence1": given[0], "sentence2": one, "score": float(score)}
+        for one, score in zip(given, scores, strict=True)
+    ]
+    guard.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"guards": [str(guard)], "eval_steps": 2, "save_steps": 2, "learning_rate": 0.5}
+    with pytest.raises(RunError, match="no checkpoint held before"):
+        vembed.train({**config, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"guards": ["g.jsonl"]}, "give eval_steps and save_steps too"),
+        ({"guards": ["g.jsonl"], "eval_steps": 2, "save_steps": 3}, "must be a multiple of eval_steps"),
+        ({"guards": [{"path": "g", "drop": 1}], "eval_steps": 1, "save_steps": 1}, "unknown key 'drop'"),
+        ({"ema": 1.0}, "ema"),
+    ],
+)
+def test_mistakes(config, options, message):
+    with pytest.raises(UserError, match=message):
+        vembed.train({**config, **options})
