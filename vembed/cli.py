@@ -239,10 +239,13 @@ def plan(words: Words = None) -> None:
     """Predict the memory of each process for a config, and the settings that fit, without loading the model."""
 
     def call() -> int:
+        from vembed.stages.run import plan_stages, road_of_arguments
         from vembed.tools.plan import run_plan
 
         # A dry run needs no machine rank, and may describe GPUs of other machines.
-        return run_plan(_arguments("plan", plan.__doc__, [*(words or []), "--dry-run"]))
+        arguments = _arguments("plan", plan.__doc__, [*(words or []), "--dry-run"])
+        road = road_of_arguments(arguments)
+        return run_plan(arguments) if road is None else plan_stages(road, arguments, run_plan)
 
     _end(call)
 

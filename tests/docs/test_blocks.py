@@ -20,13 +20,15 @@ from torch.distributed.run import get_args_parser
 import vembed
 from tests import tiny
 from tests.docs.pages import ROOT, Block, blocks, commands
-from vembed.cli import app
+from vembed.cli import app, run_process
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
+from vembed.config.stages import read_road
 from vembed.errors import UserError
 from vembed.mining.config import MineConfig
 from vembed.mining.loading import load_options
+from vembed.stages.run import road_of_arguments, run_stages
 from vembed.tools.mine import run_audit, run_mine
 from vembed.tools.train import run_train
 
@@ -57,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "report_to": "none",
     }
     (place / "cfg.yaml").write_text(yaml.safe_dump(config))
-    stages = next(block.text for block in blocks("yaml") if "training_stages" in block.text)
+    stages = next(block.text for block in blocks("yaml") if "stages:" in block.text)
     (place / "stages.yaml").write_text(stages)
     before = Path.cwd()
     os.chdir(place)
@@ -95,7 +97,8 @@ def test_configs_load(block: Block, tmp_path: Path) -> None:
     if "output_path" in values:
         load_options(MineConfig, path)
         return
-    stages = list(values.get("training_stages", ())) or [None]
+    road = read_road(values) if isinstance(values, dict) else None
+    stages = [None] if road is None else [step.name for step in road.steps if step.kind == "train"]
     for stage in stages:
         try:
             resolve_run(path, stage=stage)
@@ -127,7 +130,12 @@ def check_paths(words: list[str]) -> None:
 
 def dry_run(words: list[str]) -> None:
     """What `vembed train` would do with these words."""
-    assert run_train(parse_train_arguments([*words, "--dry-run"]), env={}) == 0
+    arguments = parse_train_arguments([*words, "--dry-run"])
+    road = road_of_arguments(arguments)
+    if road is not None:
+        assert run_stages(road, arguments, run_process, env={}, starts_processes=True) == 0
+        return
+    assert run_train(arguments, env={}) == 0
 
 
 def started_by(parser: ArgumentParser, words: list[str]) -> None:

@@ -79,6 +79,26 @@ def run_stages(
     return 0
 
 
+def plan_stages(road: Road, arguments: TrainArguments, plan: Callable[[TrainArguments], int]) -> int:
+    """Predict the memory of each training. The weights of a stage's model need not be there yet: every stage has the
+    architecture of the model that the first one starts from."""
+    models: dict[str, str] = {}
+    code = 0
+    for step in road.steps:
+        before = road.model_before(step.name)
+        if step.kind != "train":
+            models[step.name] = models[before.name] if before is not None else ""
+            continue
+        one = replace(arguments, stage=step.name, first_stage=None, last_stage=None)
+        if before is not None and "model_name" not in step.block:
+            one = replace(one, overrides=(*one.overrides, f"model_name={models[before.name]}"))
+        models[step.name] = resolve_run(one.source, one.overrides, stage=step.name).config.model_name
+        sys.stdout.write(f"==== {step.name}\n")
+        sys.stdout.flush()
+        code = max(code, plan(one))
+    return code
+
+
 class _Stage:
     """One step of a road, with what it takes to run it."""
 
