@@ -244,6 +244,13 @@ def test_what_is_written_shows_the_option(option: str) -> None:
         assert not Path("output").exists(), "the default folder"
 
 
+def test_run_json_holds_the_decisions_with_reason_and_source() -> None:
+    decisions = json.loads((finished("base") / "run.json").read_text())["decisions"]
+    assert decisions["strategy"] == {"value": "single", "reason": "one process", "source": "default"}
+    assert decisions["gradient checkpointing"]["reason"] == "default without use_fsdp"
+    assert set(decisions) == {"strategy", "gradient checkpointing", "mixed precision", "timeout in minutes"}
+
+
 def test_checkpoints_and_their_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """save_total_limit, async_save, resume, resume_anyway, on_save_error, max_train_minutes, eval_batch_tokens."""
     run = finished("many")

@@ -33,6 +33,15 @@ class Decision(Generic[T]):
     source: str = DEFAULT
     """Where it was said: `cfg.yaml:7`, `command line`, `accelerate launch`, a preset's file, or `default`."""
 
+    def as_text(self) -> dict[str, str]:
+        """Return value, reason and source as they are written to run.json."""
+        value = str(self.value).lower() if isinstance(self.value, bool) else str(self.value)
+        return {"value": value, "reason": self.reason, "source": self.source}
+
+    def __str__(self) -> str:
+        said = self.as_text()
+        return f"{said['value']} ({said['reason']})"
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRun:

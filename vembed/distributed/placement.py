@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -53,6 +53,16 @@ class Placement:
     advice: str | None = None
     notes: tuple[str, ...] = ()
     """Lines for the log: options without effect on these processes."""
+
+    @property
+    def decisions(self) -> dict[str, Decision[Any]]:
+        """The decisions that the log, `plan`, `doctor` and run.json give, by name."""
+        return {
+            "strategy": self.strategy,
+            "gradient checkpointing": self.run.recomputation,
+            "mixed precision": self.precision,
+            "timeout in minutes": self.run.timeout_minutes,
+        }
 
     @property
     def num_machines(self) -> int:

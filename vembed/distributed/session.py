@@ -220,12 +220,12 @@ def start_session(source: ResolvedRun | TrainConfig) -> Session:
 
 
 def _log_placement(placement: Placement) -> None:
-    run, precision = placement.run, placement.precision
-    log.info("device: %s; mixed precision: %s (%s)", placement.device, precision.value, precision.reason)
+    run, decisions = placement.run, placement.decisions
+    log.info("device: %s; mixed precision: %s", placement.device, decisions["mixed precision"])
     if placement.device.type == "cuda" and placement.computes_in_half:
         log.info("float32 matrix products use TF32 (except in the loss)")
-    log.info("strategy: %s (%s)", placement.strategy.value, placement.strategy.reason)
-    log.info("gradient checkpointing: %s (%s)", str(run.recomputation.value).lower(), run.recomputation.reason)
+    for name in ("strategy", "gradient checkpointing"):
+        log.info("%s: %s", name, decisions[name])
     told = run.fsdp_notes if placement.fsdp is not None or (run.fsdp is None and placement.ranks.world_size > 1) else ()
     for line in (*told, *placement.notes, placement.advice):
         if line is not None:

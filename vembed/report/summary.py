@@ -38,6 +38,8 @@ class RunSummary:
     strategy: str = ""
     device: str = ""
     precision: str = ""
+    decisions: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Decisions of the run by name, each with its value, reason and source."""
     seconds: float | None = None
     """Wall-clock time of the run, over all resumed parts."""
     finished: str = ""

@@ -126,10 +126,10 @@ class _Stage:
         before = self.road.model_before(self.step.name)
         if self.step.kind != "train":
             return of_options(self.step.options(), [known[one.name] for one in self.road.before(self.step.name)])
-        config = resolve_run(self.arguments.source, self.arguments.overrides, stage=self.step.name, env=self.env).config
+        run = resolve_run(self.arguments.source, self.arguments.overrides, stage=self.step.name, env=self.env)
         mined = self.road.mined_before(self.step.name)
         start = None if before is None or "model_name" in self.step.block else known[before.name]
-        found = of_training(config, start, self._world_size(config.num_processes, config.num_machines))
+        found = of_training(run.config, start, self._world_size(run.processes.value, run.machines.value))
         # Mined data are made anew with the step that mines them; their file need not be there yet.
         return found if mined is None else of_options({"training": found}, [known[mined.name]])
 

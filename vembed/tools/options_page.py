@@ -12,10 +12,10 @@ HEAD = """\
 Written from `vembed/config/schema.py` by `vembed schema --format markdown`; do not edit it here.
 
 One option per line of a flat YAML, TOML or JSON file, `key=value` on the command line, or a flag (`--batch-size 8`).
-The command line comes before the launcher's environment, that before the file, and the file before the defaults;
-`vembed config CFG` shows where each value of a config comes from. Values that are words may be written in upper or
-lower case. Relative paths start in the current directory or, where nothing is there, beside the config file.
-An option given twice with two values is an error, and so is a key that is not on this page.
+The command line comes before the file, that before the launcher's environment, an Accelerate file or preset, and these
+before the defaults; `vembed config CFG` shows where each value of a config comes from. Values that are words may be
+written in upper or lower case. Relative paths start in the current directory or, where nothing is there, beside the
+config file. An option given twice with two values is an error, and so is a key that is not on this page.
 """
 
 

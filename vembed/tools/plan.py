@@ -36,9 +36,8 @@ def run_plan(arguments: TrainArguments, env: Mapping[str, str] = os.environ) -> 
     console.print(_table(memory, size, placement))
     for line in (*run.notes, *(run.fsdp_notes if placement.fsdp is not None else ()), *placement.notes):
         console.print(f"note: {line}")
-    console.print(f"strategy: {placement.strategy.value} ({placement.strategy.reason})")
-    console.print(f"gradient checkpointing: {str(run.recomputation.value).lower()} ({run.recomputation.reason})")
-    console.print(f"mixed precision: {placement.precision.value} ({placement.precision.reason})")
+    for name, decision in placement.decisions.items():
+        console.print(f"{name}: {decision}")
     console.print(f"graphs: {placement.graphs(size)}")
     fits = memory.total <= FITS * placement.memory
     console.print(

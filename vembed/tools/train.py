@@ -51,7 +51,7 @@ def run_train(arguments: TrainArguments, env: Mapping[str, str] = os.environ, *,
     """
     resolved = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage, env=env)
     config = resolved.config
-    rank_info = _rank_info(arguments, config, env)
+    rank_info = _rank_info(arguments, resolved, env)
     if rank_info is not None:
         launch = Launch(rank_info.world_size, "set by the launcher")
     else:
@@ -120,7 +120,7 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
             f"fsdp: version {run.fsdp.version}, {run.fsdp.sharding_strategy}, {run.fsdp.wrap_policy}{offload} "
             f"({run.fsdp.source})"
         )
-    lines.append(f"gradient checkpointing: {str(run.recomputation.value).lower()} ({run.recomputation.reason})")
+    lines.append(f"gradient checkpointing: {run.recomputation}")
     precision = run.asked_precision(sharded=strategy == "fsdp" and launch.world_size > 1)
     lines.append(f"mixed precision: {precision.value} ({_precision_reason(precision)})")
     machines = f" on each of {launch.num_machines} machines" if launch.num_machines > 1 else ""
@@ -135,7 +135,7 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
     return "\n".join(lines) + "\n"
 
 
-def _rank_info(arguments: TrainArguments, config: TrainConfig, env: Mapping[str, str]) -> RankInfo | None:
+def _rank_info(arguments: TrainArguments, run: ResolvedRun, env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank info of this process if a launcher has started it; None if vembed is to start the processes."""
     if all(env.get(name) for name in GROUP):
         return read_rank_info(env)
@@ -143,14 +143,14 @@ def _rank_info(arguments: TrainArguments, config: TrainConfig, env: Mapping[str,
     if "ACCELERATE_MIXED_PRECISION" in env and not any(env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
         if not env.get("MASTER_ADDR"):
             return RankInfo()
-        if config.num_processes == "auto":
+        if run.processes.value == "auto":
             raise UserError(
                 f"accelerate launch was asked for several processes (MASTER_ADDR={env['MASTER_ADDR']} is set), but "
                 "without GPUs it starts one, without a RANK: add --nproc N to the words after the script, or run "
                 "`vembed train CONFIG --nproc N` or `torchrun --nproc_per_node N vembed/entrypoints/train.py CONFIG`"
             )
         return None
-    asked = arguments.machine_rank is not None or arguments.main_process_ip is not None or config.num_machines > 1
+    asked = arguments.machine_rank is not None or arguments.main_process_ip is not None or run.machines.value > 1
     # Cluster systems set some of these variables per machine with other meanings, so explicit flags are required.
     if asked or env.get("WORLD_SIZE", "1") == "1":
         return None

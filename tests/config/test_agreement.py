@@ -1,0 +1,205 @@
+"""What `--dry-run`, `plan` and `doctor` say of a config is what its run says and does."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+import vembed
+from tests import tiny
+from tests.distributed.steps import listen
+from tests.harness import run_ranks
+from vembed.config.arguments import TrainArguments
+from vembed.config.loading import resolve_run
+from vembed.config.resolved import ResolvedRun
+from vembed.distributed.environment import RankInfo
+from vembed.distributed.estimate import GIB, measure
+from vembed.distributed.parameters import local_bytes
+from vembed.distributed.placement import Placement, memory_of_a_process, place
+from vembed.distributed.session import start_session
+from vembed.families.backbones import layers_of
+from vembed.families.decisions import describe
+from vembed.models.embedding_model import build_model
+from vembed.tools.doctor import checklist
+from vembed.tools.train import Launch, describe_run, resolve_launch
+
+LORA: dict[str, Any] = {"use_lora": True, "lora_r": 2}
+QLORA: dict[str, Any] = {"use_qlora": True, "lora_r": 2, "model_name": tiny.tiny_qwen3}
+ONE: dict[str, Mapping[str, Any]] = {
+    "single": {},
+    "single_bf16": {"mixed_precision": "bf16"},
+    "single_though_fsdp": {"use_fsdp": True, "fsdp_min_num_params": 3},
+    "single_lora": LORA,
+    "single_qlora": QLORA,
+}
+TWO: dict[str, Mapping[str, Any]] = {
+    "auto": {"fsdp_forward_prefetch": True},
+    "ddp": {"strategy": "ddp"},
+    "ddp_bf16": {"strategy": "ddp", "mixed_precision": "bf16", "gradient_checkpointing": True},
+    "ddp_lora": {"strategy": "ddp", **LORA},
+    "no_shard": {"use_fsdp": True, "fsdp_sharding_strategy": "NO_SHARD"},
+    "never_fsdp": {"use_fsdp": False, "fsdp_activation_checkpointing": True},
+    "fsdp2": {"use_fsdp": True},
+    "fsdp2_grad_op": {"use_fsdp": True, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+    "fsdp2_kept": {"use_fsdp": True, "fsdp_activation_checkpointing": False},
+    "fsdp2_param": {"strategy": "fsdp", "fsdp_param_dtype": "bfloat16", "mixed_precision": "no"},
+    "fsdp2_offload": {"use_fsdp": True, "fsdp_cpu_offload": True},
+    "fsdp2_lora": {"use_fsdp": True, **LORA},
+    "fsdp2_qlora": {"use_fsdp": True, **QLORA},
+    "fsdp1": {"use_fsdp": True, "fsdp_version": 1},
+    "fsdp1_grad_op": {"use_fsdp": True, "fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+    **{
+        name: {"accelerate_config": name, "num_processes": 2, "num_machines": 1}
+        for name in (
+            "accelerate_ddp", "accelerate_fsdp", "accelerate_fsdp1", "accelerate_fsdp_offload", "single_node_fsdp",
+            "multi_node_fsdp", "large_scale_fsdp",
+        )
+    },
+}  # fmt: skip
+FOUR: dict[str, Mapping[str, Any]] = {
+    "hsdp": {"use_fsdp": True, "fsdp_sharding_strategy": "HYBRID_SHARD", "num_processes": 2, "num_machines": 2},
+    "accelerate_hsdp": {"accelerate_config": "accelerate_hsdp", "num_processes": 2},
+}
+CASES = {**ONE, **TWO, **FOUR}
+
+
+def full(options: Mapping[str, Any]) -> dict[str, Any]:
+    values = {"model_name": tiny.tiny_bert, "data_path": "unused", **options}
+    return {**values, "model_name": str(tiny.shared(values["model_name"]))}
+
+
+@cache
+def ran() -> dict[str, dict[str, Any]]:
+    """What each run said and did on rank 0: all runs of one size share their processes."""
+    found: dict[str, dict[str, Any]] = {}
+    for num_ranks, cases in ((1, ONE), (2, TWO), (4, FOUR)):
+        every = {name: full(options) for name, options in cases.items()}
+        found |= run_ranks(run_all, num_ranks, every, process_group=False, timeout=300)[0]
+    return found
+
+
+def run_all(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    found = {}
+    world = int(os.environ["WORLD_SIZE"])
+    for name, options in cases.items():
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        if world == 4:  # two "machines" of two
+            os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(int(os.environ["RANK"]) % 2)}
+        if world == 1:
+            for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+                os.environ.pop(variable, None)
+            port = os.environ.pop("MASTER_PORT")
+        lines = listen()
+        run = resolve_run(options, env={})
+        with start_session(run) as session:
+            description = describe(run.config)
+            model = build_model(
+                run.config, description, device=session.model_device, computes_on=session.device,
+                compute_dtype=session.placement.compute_dtype, recompute=run.recomputation.value,
+                meta=session.builds_empty,
+            )  # fmt: skip
+            model = session.prepare(model, description.layer_classes)
+            old = FullyShardedDataParallel.fsdp_modules(model)
+            is_new = isinstance(model, FSDPModule)
+            found[name] = {
+                "lines": list(lines),
+                "version": 1 if old else 2 if is_new else None,
+                "units": sorted({unit.sharding_strategy.name for unit in old}),
+                "recomputes": all(layer.gradient_checkpointing for layer in layers_of(model)),
+                "parameters": local_bytes(model)["parameters"],
+                "offload": is_new and "CPU" in type(model._get_fsdp_state()._fsdp_param_group.offload_policy).__name__,
+                "world": session.world_size,
+            }
+        if world == 1:
+            os.environ["MASTER_PORT"] = port
+    return found
+
+
+def said(options: Mapping[str, Any], num_ranks: int) -> tuple[ResolvedRun, Launch, Placement]:
+    """What the tools that start nothing decide, for as many processes."""
+    run = resolve_run(full(options), env={})
+    asked = resolve_launch(run, env={"CUDA_VISIBLE_DEVICES": ""})
+    launch = asked if run.processes.value != "auto" else Launch(num_ranks, "--nproc")
+    device = torch.device("cpu")
+    ranks = RankInfo(0, launch.world_size, 0, launch.num_processes, launched=True)
+    return run, launch, place(run, ranks, device, memory_of_a_process(ranks, device))
+
+
+def one(lines: list[str], start: str) -> str:
+    (line,) = [line for line in lines if line.startswith(start)]
+    return line
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_say_what_the_run_says_and_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    num_ranks = 1 if name in ONE else 2 if name in TWO else 4
+    done = ran()[name]
+    run, launch, placement = said(CASES[name], num_ranks)
+    assert done["world"] == launch.world_size == num_ranks
+    text = describe_run(run, launch, TrainArguments(None, is_dry_run=True))
+    dry = text[text.index("\n\nnote: " if "\n\nnote: " in text else "\n\nstrategy: ") :].splitlines()
+    points = dict(enumerate((line for _, line in checklist(run, launch, self_test_passed=True)), start=1))
+
+    # the strategy, and what the model has become
+    strategy = one(done["lines"], "strategy: ")
+    assert strategy == f"strategy: {placement.strategy.value} ({placement.strategy.reason})"
+    assert f"({placement.strategy.reason})" in points[2]
+    asked = one(dry, "strategy: ").split()[1]
+    assert asked in (placement.strategy.value, "auto")
+    fsdp = placement.fsdp
+    assert done["version"] == (None if fsdp is None else fsdp.version)
+    if fsdp is not None:
+        assert f"fsdp: version {fsdp.version}, {fsdp.sharding_strategy}" in one(dry, "fsdp: ")
+        assert f"FSDP{fsdp.version} {fsdp.sharding_strategy}" in points[2]
+        assert done["units"] == ([fsdp.sharding_strategy] if fsdp.version == 1 else [])
+        assert done["offload"] is fsdp.offload is ("offloaded" in one(dry, "fsdp: ")) is ("offloaded" in points[2])
+
+    # recomputation
+    recomputation = one(done["lines"], "gradient checkpointing: ")
+    assert recomputation == one(dry, "gradient checkpointing: ")
+    assert done["recomputes"] is recomputation.startswith("gradient checkpointing: true")
+    assert points[4].startswith(f"gradient checkpointing: {'on' if done['recomputes'] else 'off'}")
+
+    # precision
+    precision = one(done["lines"], "device: ").partition("mixed precision: ")[2]
+    assert precision == f"{placement.precision.value} ({placement.precision.reason})"
+    assert placement.precision.reason in points[6]
+    assert one(dry, "mixed precision: ").split()[2] in ("auto", placement.precision.value)
+
+    # memory: what a process holds is what is predicted, and doctor gives the figures of plan
+    size = measure(run.config)
+    held = size.weight_bytes / placement.num_shards
+    if "use_qlora" not in CASES[name]:  # whose tables of 4-bit blocks are small models' largest part
+        assert done["parameters"] == pytest.approx(held, rel=0.1)
+    need = placement.predict(size)
+    assert need.weights == pytest.approx(held)
+    assert f"need {need.total / GIB:.2f}GB" in points[5]
+
+    # options without effect are named by the log and by doctor
+    for note in placement.notes:
+        assert note in done["lines"] and note in points[2]
+    if name in ("auto", "single_though_fsdp"):
+        assert re.search(r"fsdp_\w+: \w+ .* has no effect: the strategy is (ddp|single)", points[2])
+
+
+OPTIONS_OF_A_DECISION = (
+    r"\b(?:config|settings)\.(?:strategy|use_fsdp|fsdp_\w+|mixed_precision|gradient_checkpointing|num_processes|"
+    r"num_machines|dist_timeout_minutes|accelerate_config)\b"
+)
+
+
+def test_no_other_room_decides_these_a_second_time() -> None:
+    """They read `ResolvedRun` and `Placement`; the options themselves are read in `vembed/config` alone."""
+    package = Path(vembed.__file__).parent
+    files = [path for path in package.rglob("*.py") if package / "config" not in path.parents]
+    found = {str(path): re.findall(OPTIONS_OF_A_DECISION, path.read_text(encoding="utf-8")) for path in files}
+    assert {path: names for path, names in found.items() if names} == {}
