@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -125,13 +126,19 @@ def test_lora_trains_adapters_alone_over_a_frozen_base(version: int) -> None:
 # ---- precision -------------------------------------------------------------------------------------------------------
 
 
-def seen_in_bf16(folder: str, version: int) -> dict[str, Any]:
-    config = config_of(
-        folder, use_fsdp=True, fsdp_version=version, mixed_precision="bf16", gradient_checkpointing=False
-    )
-    seen: dict[str, Any] = {"hooks": 0}
-    with start_session(config) as session:
-        model, featuriser = build(config, dtype=torch.float32, meta=session.builds_empty)
+def seen_in_bf16(folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    seen: dict[str, Any] = {"hooks": 0, "reduced_in": set()}
+    # In torch's namespace, where FSDP finds it.
+    name = "reduce_scatter_single" if "reduce_scatter_single" in vars(dist) else "reduce_scatter_tensor"
+    original = getattr(dist, name)
+
+    def reduce_scatter(*args: Any, **more: Any) -> Any:
+        seen["reduced_in"].update(str(one.dtype) for one in (*args, *more.values()) if isinstance(one, Tensor))
+        return original(*args, **more)
+
+    setattr(dist, name, reduce_scatter)
+    with start_session(config_of(folder, use_fsdp=True, gradient_checkpointing=False, **options)) as session:
+        model, featuriser = build(session.config, dtype=torch.float32, meta=session.builds_empty)
         names = model.description.layer_classes
         model = session.prepare(model, names)
 
@@ -149,12 +156,22 @@ def seen_in_bf16(folder: str, version: int) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.promise("B13", "C23", "D15", "E17")
-def test_bf16_computes_in_bf16_and_keeps_float32_masters(version: int) -> None:
-    seen, _ = run_ranks(seen_in_bf16, 2, str(shared(tiny_bert, layers=3)), version, process_group=False)
+@pytest.mark.parametrize(
+    ("options", "reduced_in"),
+    [
+        ({"fsdp_version": 1, "mixed_precision": "bf16"}, "torch.float32"),
+        ({"mixed_precision": "bf16"}, "torch.float32"),
+        ({"fsdp_mixed_precision": True, "fsdp_param_dtype": "bfloat16"}, "torch.float32"),
+        ({"fsdp_param_dtype": "bfloat16", "fsdp_reduce_dtype": "bfloat16"}, "torch.bfloat16"),
+    ],
+    ids=str,
+)
+@pytest.mark.promise("B13", "C23", "D15", "E13", "E17")
+def test_bf16_computes_in_bf16_and_keeps_float32_masters(options: dict[str, Any], reduced_in: str) -> None:
+    seen, _ = run_ranks(seen_in_bf16, 2, str(shared(tiny_bert, layers=3)), options, process_group=False)
     assert seen == {
         "hooks": 3,
+        "reduced_in": {reduced_in},
         "computed_in": "torch.bfloat16",
         "output": "torch.float32",
         "masters": ["torch.float32"],

@@ -8,6 +8,7 @@ import re
 import resource
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -54,6 +55,27 @@ def test_peak_starts_anew_between_phases() -> None:
     low = memory.memory_snapshot(torch.device("cpu"))
     assert low["peak_gb"] < high - 0.1
     assert low["peak_gb"] >= low["rss_gb"]
+
+
+def clear_together() -> tuple[float, float, float, float]:
+    """Rank 1 comes late. Return when this rank came and went, and the memory before and after, freed memory kept."""
+    memory.keep_freed_memory()
+    blocks = [torch.ones(2**20) for _ in range(64)]  # 4 MiB each
+    del blocks
+    before = memory.memory_snapshot(torch.device("cpu"))["rss_gb"]
+    if collectives.rank() == 1:
+        time.sleep(0.3)
+    came = time.monotonic()
+    memory.fsdp_empty_cache()
+    return came, time.monotonic(), before, memory.memory_snapshot(torch.device("cpu"))["rss_gb"]
+
+
+@pytest.mark.promise("B10", "B29")
+def test_ranks_wait_for_each_other_and_give_back_what_they_keep() -> None:
+    found = run_ranks(clear_together, 2)
+    assert min(went for _, went, _, _ in found) >= max(came for came, _, _, _ in found)
+    if platform.libc_ver()[0] == "glibc":
+        assert all(before - after > 0.15 for _, _, before, after in found)
 
 
 @pytest.mark.promise("B10")

@@ -62,7 +62,7 @@ def run_case(folder: str, config_options: dict[str, Any], step_options: dict[str
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.promise("A23", "B01", "B05", "C07", "C08", "C24", "D10", "D27", "D38")
+@pytest.mark.promise("A23", "B01", "B05", "C07", "C08", "C24", "D10", "D27", "D38", "E01")
 def test_gradient_is_that_of_one_process(name: str) -> None:
     num_ranks, config_options, step_options = CASES[name]
     folder = str(shared(tiny_bert, layers=3))

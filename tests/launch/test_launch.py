@@ -68,7 +68,7 @@ def run(folder: Path, script: str, num_processes: int = 2) -> tuple[int, str, st
     return Launched(folder, script, num_processes).end()
 
 
-@pytest.mark.promise("A08", "B26", "C26")
+@pytest.mark.promise("A08", "A14", "B26", "C26", "D35", "E33")
 def test_ranks_get_torchs_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS NCCL_DEBUG"

@@ -83,7 +83,7 @@ def wanted(name: str, world_size: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("group", "name"), TABLE, ids=[f"{group}-{name}" for group, name in TABLE])
-@pytest.mark.promise("C12", "D27")
+@pytest.mark.promise("C12", "D27", "D32")
 def test_gradient_is_that_of_the_formula(group: str, name: str) -> None:
     world_size = GROUPS[group][0]
     plain = wanted(name, world_size if BY_NAME[name].dropout or BY_NAME[name].options.get("lora_dropout") else 1)

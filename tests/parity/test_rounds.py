@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from tests.harness import run_ranks
@@ -56,6 +57,7 @@ def count_rounds(folder: Path, strategy: str, cases: list[Case]) -> list[dict[st
     return found
 
 
+@pytest.mark.promise("E01")
 def test_one_round_of_gradients_per_step() -> None:
     cases = [Case("rows", micro="row"), Case("whole", micro="whole")]
     folder = shared(tiny_bert)

@@ -112,6 +112,7 @@ def test_changed_rates_of_this_run_hold_and_not_those_of_the_checkpoint(tmp_path
     assert groups == {(0.01, 0.01, 0.3), (0.01, 0.01, 0.0)}
 
 
+@pytest.mark.promise("D33")
 @pytest.mark.parametrize("optim", ["adamw_8bit", "adafactor", "sgd"])
 def test_other_optimizers_resume_exactly(tmp_path, optim):
     options = {"optim": optim, "learning_rate": 1e-3}

@@ -45,6 +45,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.promise("E01")
 @pytest.mark.parametrize("more", [{"use_gradient_cache": True}, {"use_gradient_cache": False}, {"use_lora": True}])
 def test_gathered_once_per_step(more: dict[str, Any], tmp_path: Path) -> None:
     runs = {}

@@ -30,6 +30,8 @@ def fsdp_empty_cache() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+    elif platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)  # what `keep_freed_memory` holds for the next step
     reset_peak_memory()
     collectives.barrier()
 
