@@ -105,25 +105,20 @@ class Teachers:
         for name in open_pairs:
             self.pairs[name].complete(fingerprint, list(pairs), list(pairs.values()))
 
-    def attach(self, loss_batch: LossBatch, rank_batch: RankBatch, number: int) -> LossBatch:
-        """Return the loss batch with everything that teachers and data say about it. Collective.
+    def attach(
+        self, loss_batch: LossBatch, rank_batch: RankBatch, by_row: list[int], by_negative: list[int]
+    ) -> LossBatch:
+        """Return the loss batch with everything that the teachers say about it. Collective, if there are teachers.
 
-        `number`: of the batch in the run.
+        `by_row`, `by_negative`: numbers of rows and hard negatives of each rank.
         """
-        num_rows, num_negatives = len(rank_batch.query), len(rank_batch.negative)
         found: dict[str, Teaching] = {}
-        has_scores = rank_batch.negative_scores is not None or not num_negatives
-        table = collectives.all_gather_ints([num_rows, num_negatives, int(has_scores)])
-        by_row, by_negative = [one[0] for one in table], [one[1] for one in table]
-        negative_scores = None
-        if sum(by_negative) and all(one[2] for one in table):
-            negative_scores = self._gather(_or_empty(rank_batch.negative_scores), by_negative).to(loss_batch.embeddings)
         for name in self.vectors:
             found[name] = self._vectors(name, rank_batch, by_row, by_negative, arithmetic_dtype(loss_batch.embeddings))
         for name in self.pairs:
             positive, negative = self._scores(name, rank_batch)
             found[name] = TeacherScores(self._gather(positive, by_row), self._gather(negative, by_negative))
-        return replace(loss_batch, negative_scores=negative_scores, teachers=found, number=number)
+        return replace(loss_batch, teachers=found)
 
     def log_use(self) -> None:
         """Log how many answers were computed during the run. Collective."""
@@ -198,7 +193,3 @@ def kind_of(teacher: Teacher, files: Path) -> str:
         return "embedder"
     architectures = (read_json(files / "config.json") or {}).get("architectures") or []
     return "reranker" if any(name.endswith("ForSequenceClassification") for name in architectures) else "embedder"
-
-
-def _or_empty(values: np.ndarray | None) -> np.ndarray:
-    return np.empty(0, np.float64) if values is None else values

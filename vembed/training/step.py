@@ -45,6 +45,8 @@ class Agreement:
     num_rows: list[int]
     num_negatives: list[int]
     has_scores: bool
+    """Whether every rank has scores of its positives; the next: of its hard negatives."""
+    has_negative_scores: bool
     padded_tokens: int
     """The maximum over the ranks."""
 
@@ -151,8 +153,6 @@ class ContrastiveStep:
             self.encode(batch)
         with self.timer("wait"):
             loss_batch = self.gather(batch)
-            if self.teachers is not None:
-                loss_batch = self.teachers.attach(loss_batch, rank_batch, number)
         loss_share, gradient = self.score(loss_batch, batch, weight * scale)
         with self.timer("backward"), self._watching_memory():
             self.backward(batch, gradient)
@@ -176,12 +176,16 @@ class ContrastiveStep:
         places = {modality: of_modality(rank_batch, modality) for modality in modalities}
         own = LockstepSplit(lengths, places, budget.micro_batch_tokens, budget.max_rows)
         frozen = LockstepSplit(lengths, batch.inputs.missing, budget.micro_batch_tokens, budget.max_rows)
-        sizes = [len(lengths), len(rank_batch.query), len(rank_batch.negative), int(rank_batch.scores is not None)]
-        mine = [*sizes, own.padded_tokens, *own.counts, *frozen.counts]
+        sizes = [len(lengths), len(rank_batch.query), len(rank_batch.negative)]
+        is_scored = rank_batch.scores is not None, rank_batch.negative_scores is not None or not sizes[-1]
+        mine = [*sizes, *map(int, is_scored), own.padded_tokens, *own.counts, *frozen.counts]
         # The model's forward passes are collective under FSDP, so their numbers are exchanged before the first of them.
         table = collectives.all_gather_ints(mine)
-        inputs, rows, negatives, scored, padded, *counts = zip(*table, strict=True)
-        batch.agreed = Agreement(list(inputs), list(rows), list(negatives), all(scored), max(padded))
+        inputs, rows, negatives, scored, negatives_scored, padded, *counts = zip(*table, strict=True)
+        has_negative_scores = any(negatives) and all(negatives_scored)
+        batch.agreed = Agreement(
+            list(inputs), list(rows), list(negatives), all(scored), has_negative_scores, max(padded)
+        )
         most = [max(column) for column in counts]
         splits = own.agreed(most[: len(own.counts)])
         batch.frozen_splits = frozen.agreed(most[len(own.counts) :])
@@ -234,8 +238,16 @@ class ContrastiveStep:
         }
         if agreed.has_scores and rank_batch.scores is not None:
             columns["scores"] = Column(torch.from_numpy(rank_batch.scores), agreed.num_rows)
+        if agreed.has_negative_scores:
+            own = torch.empty(0, dtype=torch.float64)  # a rank without negatives
+            if rank_batch.negative_scores is not None:
+                own = torch.from_numpy(rank_batch.negative_scores)
+            columns["negative_scores"] = Column(own, agreed.num_negatives)
         found = gather_columns(columns, self.session.device)
-        return LossBatch(
+        scores, negative_scores = (
+            found[name].to(embeddings.dtype) if name in found else None for name in ("scores", "negative_scores")
+        )
+        loss_batch = LossBatch(
             embeddings=embeddings,
             content=found["content"],
             query=found["query"],
@@ -243,11 +255,16 @@ class ContrastiveStep:
             example=found["example"],
             negative=found["negative"],
             negative_example=found["negative_example"],
-            scores=found["scores"].to(embeddings.dtype) if "scores" in found else None,
+            scores=scores,
             own_rows=part_of(rank, agreed.num_rows),
             own_negatives=part_of(rank, agreed.num_negatives),
             world_size=self.session.world_size,
+            negative_scores=negative_scores,
+            number=batch.number,
         )
+        if self.teachers is None:
+            return loss_batch
+        return self.teachers.attach(loss_batch, rank_batch, agreed.num_rows, agreed.num_negatives)
 
     def score(self, loss_batch: LossBatch, batch: StepBatch, weight: float) -> tuple[Tensor, Tensor]:
         """Return this rank's part of L, and the gradient of `weight` * L for its own embeddings. Collective."""
