@@ -133,7 +133,7 @@ def test_size_units_are_those_of_fsdp1s_own_policy(size: int) -> None:
 
 
 def test_units_come_inner_ones_first(bert: EmbeddingModel) -> None:
-    units = size_units(bert, 1_000)
+    units = size_units(bert, 1_000, leaves=False)
     ordered = choose_units(
         bert, FsdpConfig(wrap_policy="SIZE_BASED_WRAP", min_num_params=1_000, wrap_embeddings=False), ()
     )
