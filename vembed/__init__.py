@@ -14,6 +14,7 @@ __all__ = [
     "evaluate",
     "fsdp_empty_cache",
     "fsdp_print_memory_usage",
+    "generate",
     "load_config",
     "merge",
     "mine",
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.scores import evaluate
     from vembed.inference.embedder import Embedder
     from vembed.mining.audit import audit
+    from vembed.mining.generate import generate
     from vembed.mining.run import mine
     from vembed.training.run import train
     from vembed.weights.edit import edit
@@ -42,6 +44,7 @@ _HOME = {
     "evaluate": "vembed.evaluation.scores",
     "fsdp_empty_cache": "vembed.distributed.memory",
     "fsdp_print_memory_usage": "vembed.distributed.memory",
+    "generate": "vembed.mining.generate",
     "load_config": "vembed.config.loading",
     "merge": "vembed.weights.merge",
     "mine": "vembed.mining.run",

@@ -201,6 +201,23 @@ def audit(words: Words = None) -> None:
     _end(call)
 
 
+@app.command(context_settings=WORDS_ARE_OURS)
+def generate(words: Words = None) -> None:
+    """Make training pairs from documents, with or without a language model. `vembed generate --help` lists the
+    options."""
+
+    def call() -> int:
+        from vembed.mining.config import GenerateConfig
+        from vembed.tools.mine import options_help, run_generate
+
+        if {"-h", "--help"} & set(words or []):
+            sys.stdout.write(options_help("generate", " ".join(str(generate.__doc__).split()), GenerateConfig))
+            return 0
+        return run_generate(words or [])
+
+    _end(call)
+
+
 @app.command()
 def demo(
     options: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE] ...", help="Options as of train.")] = None,

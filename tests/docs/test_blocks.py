@@ -26,10 +26,10 @@ from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.stages import read_road
 from vembed.errors import UserError
-from vembed.mining.config import MineConfig
+from vembed.mining.config import GenerateConfig, MineConfig
 from vembed.mining.loading import load_options
 from vembed.stages.run import road_of_arguments, run_stages
-from vembed.tools.mine import run_audit, run_mine
+from vembed.tools.mine import run_audit, run_generate, run_mine
 from vembed.tools.train import run_train
 
 KNOWN_ELSEWHERE = {
@@ -38,6 +38,8 @@ KNOWN_ELSEWHERE = {
 """Commands of others; of them only the paths of the checkout that they name are looked at."""
 NOT_RUN = ("import mteb",)
 """Python that needs a network."""
+
+DATA_VERBS = {"mine": run_mine, "audit": run_audit, "generate": run_generate}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def test_configs_load(block: Block, tmp_path: Path) -> None:
         read_accelerate_file(str(path))
         return
     if "output_path" in values:
-        load_options(MineConfig, path)
+        load_options(GenerateConfig if "round_trip_top_k" in values else MineConfig, path)
         return
     road = read_road(values) if isinstance(values, dict) else None
     stages = [None] if road is None else [step.name for step in road.steps if step.kind == "train"]
@@ -151,8 +153,8 @@ def check_vembed(words: list[str]) -> None:
     verb, *rest = words
     if verb == "train":
         dry_run(rest)
-    elif verb in ("mine", "audit"):
-        assert rest == ["--help"] or {"mine": run_mine, "audit": run_audit}[verb]([*rest, "--dry-run"]) == 0
+    elif verb in DATA_VERBS:
+        assert rest == ["--help"] or DATA_VERBS[verb]([*rest, "--dry-run"]) == 0
     elif verb in ("config", "plan"):
         resolve_run(parse_train_arguments(rest or ["cfg.yaml"]).config)
     elif verb != "--help":

@@ -329,3 +329,22 @@ def test_the_command(options, tmp_path, monkeypatch, capsys):
     Path("mine.yaml").write_text("\n".join([*lines, "relative_margn: 0.1"]))
     with pytest.raises(UserError, match=r"mine.yaml, line 7: unknown key 'relative_margn', did you mean"):
         run_mine(["mine.yaml"])
+
+
+def test_scores_are_read_by_training(tmp_path):
+    """Negatives of several columns keep their scores in the order in which they are read."""
+    options = write_data(tmp_path)
+    rows = [
+        {**row, "neg": ["my own negative text"], "negative_1": "another one", "neg_scores": [0.5, 0.5]}
+        for row in read_lines(Path(options["data_path"]))
+    ]
+    write_lines(tmp_path / "train.jsonl", rows)
+    made, _ = run(options, scores=True)
+    store = open_examples(TrainConfig(model_name="m", data_path="x"), str(tmp_path / "mined.jsonl"))
+    for number, row in enumerate(made):
+        example = store[number]
+        assert [item.text for item in example.negatives[:2]] == ["my own negative text", "another one"]
+        assert len(example.negative_scores) == len(example.negatives) == len(row["negatives"])
+        assert len(example.scores) == 1
+    run(options)
+    assert len(open_examples(TrainConfig(model_name="m", data_path="x"), str(tmp_path / "mined.jsonl"))) == 40

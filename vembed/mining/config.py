@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -272,3 +272,96 @@ class AuditConfig(DataOptions, ModelOptions):
     """Keep that folder for a second run. false: delete it at the end."""
     seed: NonNegativeInt = 42
     """Seed of what is hidden for the estimate."""
+
+
+ModelFreeKind = Literal[
+    "docstring_function", "caption_image", "title_body", "heading_section", "first_sentence", "crop"
+]
+WrittenKind = Literal["question", "keywords", "claim", "instruction"]
+
+
+class Writer(Endpoint):
+    """A language model that writes queries."""
+
+    model: str
+    """A decoder (a folder or a Hub name), or the name of a model at `base_url`."""
+    temperature: Annotated[float, Field(ge=0.0, le=2.0), Number] = 0.0
+    """0: the most likely words."""
+    max_new_tokens: PositiveInt = 64
+    """Longest query in tokens."""
+    max_length: PositiveInt = 1024
+    """Longest document in tokens that the model reads."""
+    batch_size: PositiveInt = 8
+    """Documents that a local model reads at once."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Writer:
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url: {self.base_url} must begin with http:// or https://")
+        return self
+
+
+class GenerateConfig(ModelOptions):
+    """One run of `vembed generate`."""
+
+    # ---- documents ---------------------------------------------------------------------------------------------
+    corpus_path: str | list[str]
+    """Documents: a file with one document per record, a text file, a BEIR-style folder, or a list of these."""
+    image_root: str | None = None
+    """Where relative image paths start, and must stay. Default: the folder of the file."""
+    allow_image_urls: bool = False
+    """Load images from http(s) addresses."""
+    on_bad_record: Literal["stop", "skip"] = "stop"
+    """A document that cannot be used: stop with the first ten of them, or leave them out and count them."""
+    max_documents: PositiveInt | None = None
+    """Use only so many documents, drawn by the seed."""
+
+    # ---- pairs -------------------------------------------------------------------------------------------------
+    kinds: list[ModelFreeKind | WrittenKind] = Field(default_factory=list)
+    """What pairs are made of. Default: for each document the first kind that fits of docstring_function, caption_image,
+    title_body, heading_section, first_sentence and crop. question, keywords, claim and instruction need `writer`."""
+    writer: Writer | None = None
+    """The language model that writes queries: {model, base_url, ...}."""
+    language: str | None = None
+    """Language of the written queries, as `German`. Default: that of the document."""
+    personas: list[str] = Field(default_factory=list)
+    """Who asks; documents take turns: [a student, a lawyer]."""
+    examples_path: str | None = None
+    """Training data of yours, from which examples for the writer are drawn."""
+    num_examples: NonNegativeInt = 3
+    """Examples in each prompt."""
+    prompts: dict[str, str] = Field(default_factory=dict)
+    """Own prompts by kind, with {document}, {language}, {persona} and {examples}."""
+
+    # ---- round trip --------------------------------------------------------------------------------------------
+    model_name: str | None = None
+    """A model for the round trip: a pair is kept if its document is among the first for its query."""
+    round_trip_top_k: PositiveInt = 20
+    """Among the first so many."""
+
+    # ---- output ------------------------------------------------------------------------------------------------
+    output_path: str
+    """File to write, by its ending: .jsonl or .parquet."""
+    work_dir: str | None = None
+    """Folder for what is written and for vectors, which all machines must see. Default: `output_path` with `.work`."""
+    keep_work: bool = True
+    """Keep that folder. false: delete it at the end."""
+    seed: NonNegativeInt = 42
+    """Seed of crops, examples and sampling."""
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerateConfig:
+        written = [kind for kind in self.kinds if kind in get_args(WrittenKind)]
+        if written and self.writer is None:
+            raise ValueError(f"kinds: {written[0]} needs writer, a language model")
+        if self.writer is not None and self.kinds and not written:
+            raise ValueError("writer has no effect: kinds has none of question, keywords, claim and instruction")
+        unknown = sorted(set(self.prompts) - set(get_args(WrittenKind)))
+        if unknown:
+            raise ValueError(f"prompts: {unknown[0]} is none of {', '.join(get_args(WrittenKind))}")
+        return self
+
+    def written_kinds(self) -> list[str]:
+        """The kinds that the writer writes."""
+        chosen: list[str] = [kind for kind in self.kinds if kind in get_args(WrittenKind)]
+        return chosen or (["question"] if self.writer is not None else [])

@@ -40,7 +40,7 @@ def load_options(kind: type[Config], source: Source, overrides: Sequence[str] = 
         _beside_the_file(given, Path(source))
     elif source is not None:
         for key, value in source.items():
-            _enter(kind, key, value, "config", given, where, problems)
+            _enter(kind, key, _without_paths(value), "config", given, where, problems)
     for word in overrides:
         key, _, text = word.partition("=")
         name = key.strip().replace("-", "_")
@@ -54,12 +54,6 @@ def load_options(kind: type[Config], source: Source, overrides: Sequence[str] = 
         raise UserError("\nalso: ".join(_sentences(kind, error, where, place))) from None
 
 
-def write_options(config: Frozen, path: Path) -> None:
-    """Write what the config sets, so that the file repeats it."""
-    values = config.model_dump(mode="json", exclude_unset=True)
-    path.write_text(yaml.dump(values, Dumper=CoreDumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
-
-
 def describe_options(kind: type[Frozen]) -> list[tuple[str, str, str]]:
     """Name, default and documentation of every option, in the order of the schema."""
     found = []
@@ -67,6 +61,15 @@ def describe_options(kind: type[Frozen]) -> list[tuple[str, str, str]]:
         default = "required" if field.is_required() else _word(field.get_default(call_default_factory=True))
         found.append((name, default, " ".join((field.description or "").split())))
     return found
+
+
+def _without_paths(value: Any) -> Any:
+    """The value with its `Path`s as text."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _without_paths(entry) for key, entry in value.items()}
+    return [_without_paths(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _word(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,12 @@ from vembed.mining.judging import UNDECIDED, Judged
 from vembed.mining.known import Known, Pairs
 from vembed.mining.tables import Rows
 
-NEGATIVE_NAMES = ("negatives", "negative", "neg", "hard_negatives", "negative_passages", "rejected_response")
+NEGATIVE_NAMES = (
+    "negatives", "negative", "neg", "hard_negatives", "negative_passages", "rejected_response", "negative_image",
+    "negative_images",
+)  # fmt: skip
+_NUMBERED = re.compile(r"(neg|negative)_(\d+)")
+SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
 POSITIVE_NAME, QUERY_NAME, NEGATIVES_NAME = "positive", "query", "negatives"
 
 
@@ -28,14 +34,12 @@ class PairScores:
         order = np.argsort(codes, kind="stable")
         self._codes, self._scores = codes[order], scores[order]
 
-    def of(self, query: int, items: Sequence[Item]) -> list[float | None]:
-        """The score of each item for a query, None where it is not known."""
+    def of(self, query: int, items: Sequence[Item]) -> list[float]:
+        """The score of each item for a query. All of them are known."""
         codes = query << 32 | self._documents.find_contents([content_key(item) for item in items])
-        if not len(self._codes):
-            return [None] * len(items)
-        places = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
-        pairs = zip(self._codes[places] == codes, self._scores[places], strict=True)
-        return [round(float(score), 6) if is_known else None for is_known, score in pairs]
+        places = np.searchsorted(self._codes, codes)
+        assert (self._codes[places] == codes).all(), "positives and negatives of the rows are documents"
+        return [round(float(score), 6) for score in self._scores[places]]
 
 
 class RowMaker:
@@ -78,7 +82,8 @@ class RowMaker:
         table, number = self._rows.locate(row)
         record, example = table.record(number), table.example(number)
         folder = table.image_folder
-        made = dict(record)
+        # Scores of the negatives that were there would not fit those that come.
+        made = {name: value for name, value in record.items() if name not in SCORE_NAMES}
         if not self._config.keep_negatives:
             made = {name: value for name, value in made.items() if not _is_negative(name)}
         if made.get(QUERY_NAME) is None:
@@ -91,23 +96,38 @@ class RowMaker:
             own = made[POSITIVE_NAME] if isinstance(made[POSITIVE_NAME], list) else [made[POSITIVE_NAME]]
             made[POSITIVE_NAME] = own + [row_value(item, folder) for item in added]
             self.num_relabelled += len(added)
-        before = made.get(NEGATIVES_NAME)
-        kept = before if isinstance(before, list) else [] if before is None else [before]
+        kept = self._kept_negatives(made, example, folder)
         numbers = [int(self._chosen.documents[query, column]) for column in columns]
         made[NEGATIVES_NAME] = kept + [row_value(self._documents.item(one), folder) for one in numbers]
-        ids = [self._documents.identity(one) for one in numbers]
         if self._documents.has_ids:
-            made["negative_ids"] = [None] * len(kept) + ids
+            made["negative_ids"] = [None] * len(kept) + [self._documents.identity(one) for one in numbers]
         if self._config.scores:
-            made["positive_scores"] = self._scores.of(query, example.positives) + [None] * len(added)
-            given = self._scores.of(query, example.negatives) if len(example.negatives) == len(kept) else []
-            mined = [round(float(self._chosen.scores[query, column]), 6) for column in columns]
-            made["negative_scores"] = (given or [None] * len(kept)) + mined
-            if self._config.judges:
-                found = [float(self._judged.judgements[query, column]) for column in columns]
-                judged = [None if one == UNDECIDED else round(one, 6) for one in found]
-                made["negative_judge_scores"] = [None] * len(kept) + judged
+            self._add_scores(made, query, example, added, columns)
         return made
+
+    def _kept_negatives(self, made: dict[str, Any], example: Example, folder: str) -> list[Any]:
+        """What stays in front of the mined ones. With scores it is all that the row has, of any column: the scores have
+        the order in which the negatives are read."""
+        if not self._config.keep_negatives:
+            return []
+        if self._config.scores and example.negatives:
+            for name in [name for name in made if _is_negative(name)]:
+                del made[name]
+            return [row_value(item, folder) for item in example.negatives]
+        before = made.get(NEGATIVES_NAME)
+        return before if isinstance(before, list) else [] if before is None else [before]
+
+    def _add_scores(
+        self, made: dict[str, Any], query: int, example: Example, added: Sequence[Item], columns: Sequence[int]
+    ) -> None:
+        if example.scores is None:
+            made["positive_scores"] = self._scores.of(query, [*example.positives, *added])
+        kept = self._scores.of(query, example.negatives) if self._config.keep_negatives else []
+        made["negative_scores"] = kept + [round(float(self._chosen.scores[query, column]), 6) for column in columns]
+        if self._config.judges:
+            found = [float(self._judged.judgements[query, column]) for column in columns]
+            judged = [None if one == UNDECIDED else round(one, 6) for one in found]
+            made["negative_judge_scores"] = [None] * len(kept) + judged
 
     def _added_positives(self, query: int, example: Example) -> list[Item]:
         """What the judges made a positive of this query. A row with scores of its own gets none: they have no score."""
@@ -117,4 +137,4 @@ class RowMaker:
 
 
 def _is_negative(name: str) -> bool:
-    return name in NEGATIVE_NAMES or name.rpartition("_")[0] in ("neg", "negative")
+    return name in NEGATIVE_NAMES or _NUMBERED.fullmatch(name) is not None

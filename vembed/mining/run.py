@@ -119,7 +119,7 @@ def mine(
             tell(line)
 
         maker = RowMaker(
-            inputs.rows, inputs.documents, inputs.known, config, judged, _known_scores(config, inputs, store)
+            inputs.rows, inputs.documents, inputs.known, config, judged, _known_scores(config, inputs, store, judged)
         )
         if session.is_main:
             with row_writer(target) as writer:
@@ -150,11 +150,13 @@ def work_folder(config: MineConfig) -> Path:
     return Path(config.work_dir or f"{config.output_path}.work").expanduser()
 
 
-def _known_scores(config: MineConfig, inputs: Inputs, store: CandidateStore) -> PairScores:
+def _known_scores(config: MineConfig, inputs: Inputs, store: CandidateStore, judged: Judged) -> PairScores:
     known, documents = inputs.known, inputs.documents
     if not config.scores:
         return PairScores(documents, Pairs.of(np.zeros(0), np.zeros(0)), np.zeros(0))
-    pairs = Pairs.union([known.positives, known.negatives])
+    added = [(query, document) for query, found in judged.relabelled.items() for document in found]
+    relabelled = Pairs.of(np.array([query for query, _ in added]), np.array([document for _, document in added]))
+    pairs = Pairs.union([known.positives, known.negatives, relabelled])
     return PairScores(documents, pairs, store.scores_of(pairs))
 
 

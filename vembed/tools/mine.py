@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from vembed.config.schema import Frozen
 from vembed.errors import UserError
-from vembed.mining.config import BM25, AuditConfig, MineConfig
+from vembed.mining.config import BM25, AuditConfig, GenerateConfig, MineConfig
 from vembed.mining.loading import describe_options, load_options
 
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
@@ -146,6 +146,26 @@ def run_audit(words: Sequence[str]) -> int:
     from vembed.mining.audit import audit
 
     audit(config, say=speak)
+    return 0
+
+
+def run_generate(words: Sequence[str]) -> int:
+    """`vembed generate`."""
+    parsed = parse_words("generate", words)
+    config = load_options(GenerateConfig, parsed.config, parsed.overrides)
+    from vembed.mining.output import check_output
+
+    target = check_output(config.output_path)
+    if parsed.is_dry_run:
+        values = config.model_dump(mode="json", exclude_unset=True)
+        lines = [*(f"{name}: {value}" for name, value in values.items()), f"would write: {target}"]
+        sys.stdout.write("\n".join(lines) + "\n")
+        return 0
+    if (code := start_others("generate", parsed)) is not None:
+        return code
+    from vembed.mining.generate import generate
+
+    generate(config, say=speak)
     return 0
 
 

@@ -1,0 +1,196 @@
+"""`vembed generate`: each kind of pair, written queries, the round trip, and the same for any number of ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.harness import run_ranks
+from tests.mining.data import documents, model, read_lines, write_lines
+from tests.mining.test_judges import endpoint, serve
+from tests.tiny import shared, tiny_qwen3
+from vembed import UserError, generate
+from vembed.config.schema import TrainConfig
+from vembed.data.sources import open_examples
+from vembed.errors import RunError
+from vembed.mining.writers import cleaned
+from vembed.tools.mine import run_generate
+
+__all__ = ["serve"]
+
+FUNCTION = '''def area(width, height):
+    """Return the area of a rectangle.
+
+    More about it.
+    """
+    return width * height
+'''
+RECORDS = [
+    {"_id": "f", "text": FUNCTION},
+    {"_id": "i", "text": "a red square", "image": "red.png"},
+    {"_id": "t", "title": "Sorting", "text": "Python sorts lists in place with a method."},
+    {"_id": "h", "text": "# Files\nOpen a file and read its lines.\n\n## Errors\nA missing file raises an error here."},
+    {"_id": "s", "text": "Cats sleep a lot. They do so because they hunt at night."},
+    {"_id": "c", "text": " ".join(f"word{number}" for number in range(40))},
+    {"_id": "n", "text": "short"},
+]
+WANTED = {
+    "f": (
+        "docstring_function",
+        "Return the area of a rectangle.",
+        "def area(width, height):\n    return width * height",
+    ),
+    "i": ("caption_image", "a red square", {"image": "red.png"}),
+    "t": ("title_body", "Sorting", "Python sorts lists in place with a method."),
+    "s": ("first_sentence", "Cats sleep a lot.", "They do so because they hunt at night."),
+}
+
+
+@pytest.fixture
+def options(tmp_path):
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
+    return {
+        "corpus_path": str(write_lines(tmp_path / "corpus.jsonl", RECORDS)),
+        "output_path": str(tmp_path / "pairs.jsonl"),
+    }
+
+
+def run(options, **changes):
+    lines: list[str] = []
+    result = generate({**options, **changes}, say=lines.append)
+    return read_lines(result.output_path), result
+
+
+def test_each_document_gets_the_first_kind_that_fits(options, tmp_path):
+    rows, result = run(options)
+    by_id = {}
+    for row in rows:
+        by_id.setdefault(row["document_id"], []).append((row["kind"], row["query"], row["positive"]))
+    for identity, wanted in WANTED.items():
+        assert by_id[identity] == [wanted]
+    assert [one[:2] for one in by_id["h"]] == [("heading_section", "Files"), ("heading_section", "Errors")]
+    ((kind, query, positive),) = by_id["c"]
+    assert kind == "crop"
+    assert query != positive
+    assert all(span in RECORDS[5]["text"] for span in (query, positive))
+    assert result.left_out == {"no kind fits": 1}
+    assert sum(result.kept.values()) == result.num_rows == 7
+    store = open_examples(TrainConfig(model_name="m", data_path="x"), str(tmp_path / "pairs.jsonl"))
+    assert len(store) == 7
+
+
+def test_kinds_that_are_asked_for(options):
+    rows, _ = run(options, kinds=["crop", "first_sentence"])
+    assert {row["kind"] for row in rows} == {"crop", "first_sentence"}
+    assert rows == run(options, kinds=["crop", "first_sentence"])[0]
+
+
+def test_an_endpoint_writes_queries(options, serve, tmp_path):
+    def decide(prompt, number):
+        if "short" in prompt.partition("Document: ")[2]:
+            return "\n"
+        return f'Question: "what about {prompt.rpartition("Document: ")[2][:9]}?"'
+
+    server = serve(decide)
+    examples = write_lines(tmp_path / "mine.jsonl", [{"query": "my own query", "positive": "my own text"}])
+    more = {"language": "German", "personas": ["a student", "a lawyer"], "examples_path": str(examples)}
+    rows, result = run(options, writer=endpoint(server), **more)
+    assert {row["kind"] for row in rows} == {"question"}
+    assert next(row["query"] for row in rows if row["document_id"] == "s") == "what about Cats slee?"
+    assert result.left_out == {"question: nothing usable was written": 1}
+    prompts = [prompt for prompt, _ in server.asked]
+    assert all("German" in prompt and "my own query" in prompt for prompt in prompts)
+    assert {"a student", "a lawyer"} == {name for name in more["personas"] for prompt in prompts if name in prompt}
+    num_asked = len(prompts)
+    assert run(options, writer=endpoint(server), **more)[0] == rows
+    assert len(server.asked) == num_asked, "what is written is kept"
+    own, _ = run(
+        options,
+        writer=endpoint(server),
+        kinds=["claim", "title_body"],
+        prompts={"claim": "Claim! Document: {document}"},
+    )
+    assert {row["kind"] for row in own} == {"claim", "title_body"}
+    assert server.asked[-1][0].startswith("Claim! ")
+
+
+def test_a_dead_endpoint_is_named(options, serve):
+    server = serve(lambda *_: None)
+    with pytest.raises(RunError, match="gave no answer in 2 attempts"):
+        run(options, writer=endpoint(server, max_retries=1))
+    assert not Path(options["output_path"]).exists()
+
+
+def test_a_local_model_writes_queries(options, tmp_path):
+    corpus = write_lines(tmp_path / "texts.jsonl", documents()[:10])
+    loaded = AutoModelForCausalLM.from_pretrained(shared(tiny_qwen3))
+    loaded.save_pretrained(tmp_path / "writer")
+    AutoTokenizer.from_pretrained(shared(tiny_qwen3)).save_pretrained(tmp_path / "writer")
+    writer = {"model": str(tmp_path / "writer"), "max_new_tokens": 6, "max_length": 100, "batch_size": 4}
+    own = {**options, "corpus_path": str(corpus), "writer": writer}
+    rows, result = run(own)
+    assert len(rows) + sum(result.left_out.values()) == 10
+    own["writer"] = {**writer, "temperature": 1.0}
+    assert run(own, work_dir=str(tmp_path / "a"))[0] == run(own, work_dir=str(tmp_path / "b"))[0]
+
+
+def test_the_round_trip_keeps_what_is_found(options, tmp_path):
+    found = documents()[:60]
+    corpus = [{"_id": f"d{number}", "title": text, "text": f"{text} and so on"} for number, text in enumerate(found)]
+    corpus[9]["title"] = "zzz"
+    options["corpus_path"] = str(write_lines(tmp_path / "titled.jsonl", corpus))
+    rows, result = run(options, model_name=model(), round_trip_top_k=5)
+    assert 10 < len(rows) < 60
+    assert "zzz" not in {row["query"] for row in rows}
+    assert result.left_out == {"round trip: not among the first 5": 60 - len(rows)}
+    everything, _ = run(options, model_name=model(), round_trip_top_k=60)
+    assert len(everything) == 60
+
+
+def made(options):
+    return generate(options).kept
+
+
+def test_the_same_for_any_number_of_ranks(options, tmp_path):
+    corpus = [{"title": text, "text": f"{text} and so on"} for text in documents()[:150]]
+    options |= {"corpus_path": str(write_lines(tmp_path / "c.jsonl", corpus)), "model_name": model()}
+    found = []
+    for world_size in (1, 2):
+        own = {**options, "output_path": str(tmp_path / f"{world_size}.jsonl")}
+        assert len(set(map(str, run_ranks(made, world_size, own)))) == 1
+        found.append(read_lines(Path(own["output_path"])))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [(' "What is it?" \nBecause ...', "What is it?"), ("Query: red cats", "red cats"), ("\n \n", ""), ("x" * 999, "")],
+)
+def test_what_models_write_is_cleaned(text, wanted):
+    assert cleaned(text) == wanted
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"kinds": ["question"]}, "kinds: question needs writer"),
+        ({"kinds": ["questions"]}, "did you mean|must be"),
+        ({"prompts": {"poem": "x"}}, "prompts: poem is none of question"),
+        ({"corpus_path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
+    ],
+)
+def test_mistakes(options, changes, message):
+    with pytest.raises(UserError, match=message):
+        generate({**options, **changes})
+
+
+def test_the_command(options, capsys):
+    words = [f"{name}={value}" for name, value in options.items()]
+    assert run_generate([*words, "--dry-run"]) == 0
+    assert "would write" in capsys.readouterr().out
+    assert run_generate([*words, "kinds=title_body,first_sentence"]) == 0
+    assert {json.loads(line)["kind"] for line in Path(options["output_path"]).read_text().splitlines()} == {
+        "title_body", "first_sentence",
+    }  # fmt: skip

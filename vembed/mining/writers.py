@@ -1,0 +1,148 @@
+"""Writers: language models that read a document and write a query for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from vembed.data.cache import short_hash
+from vembed.mining.config import GenerateConfig, Writer
+from vembed.mining.encoders import files_identity
+from vembed.mining.endpoint import ChatClient
+from vembed.mining.judges import DTYPES
+
+PROMPTS = {
+    "question": "Write one question that the document below answers.",
+    "keywords": "Write a search query of two to six keywords for which the document below should be found.",
+    "claim": "Write one claim in a single sentence that the document below supports.",
+    "instruction": "Write one instruction to a search engine, a single sentence that describes what is wanted, for "
+    "which the document below is what it should find.",
+}
+RULES = "Do not copy whole sentences, do not mention the document, and answer with the {noun} alone."
+NOUNS = {"question": "question", "keywords": "query", "claim": "claim", "instruction": "instruction"}
+LONGEST_QUERY = 400
+
+
+class TextWriter(Protocol):
+    """A language model that is ready."""
+
+    def write(self, prompts: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:
+        """The number of each prompt, and what was written, in any order."""
+        ...
+
+
+class EndpointWriter:
+    """A model behind an OpenAI-compatible endpoint."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer, self._client = writer, ChatClient(writer, writer.model)
+
+    def write(self, prompts: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:  # noqa: ARG002
+        """The number of each prompt, and what was written, as answers come in."""
+        return self._client.complete(prompts, self._writer.max_new_tokens, self._writer.temperature)
+
+
+class LocalWriter:
+    """A decoder of Transformers."""
+
+    def __init__(self, writer: Writer, config: GenerateConfig, device: torch.device) -> None:
+        self._writer, self._device = writer, device
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            writer.model, padding_side="left", trust_remote_code=config.trust_remote_code
+        )
+        if self._tokenizer.pad_token_id is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        dtype: Any = "auto" if config.torch_dtype == "auto" else DTYPES[config.torch_dtype]
+        self._model = (
+            AutoModelForCausalLM.from_pretrained(writer.model, dtype=dtype, trust_remote_code=config.trust_remote_code)
+            .eval()
+            .to(device)
+        )
+
+    def write(self, prompts: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:
+        """The number of each prompt, and what was written."""
+        texts = [self._chat(prompt) for prompt in prompts]
+        torch.manual_seed(seed)
+        sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if self._writer.temperature > 0:
+            sampling = {"do_sample": True, "temperature": self._writer.temperature}
+        for start in range(0, len(texts), self._writer.batch_size):
+            batch = texts[start : start + self._writer.batch_size]
+            inputs = self._tokenizer(
+                batch, return_tensors="pt", padding=True, truncation=True, max_length=self._writer.max_length
+            ).to(self._device)
+            with torch.inference_mode():
+                found = self._model.generate(
+                    input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"],
+                    max_new_tokens=self._writer.max_new_tokens, pad_token_id=self._tokenizer.pad_token_id, **sampling,
+                )  # fmt: skip
+            written = self._tokenizer.batch_decode(found[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            yield from enumerate(written, start)
+
+    def _chat(self, prompt: str) -> str:
+        if self._tokenizer.chat_template is None:
+            return f"{prompt}\n"
+        messages = [{"role": "user", "content": prompt}]
+        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
+
+
+def load_writer(config: GenerateConfig, device: torch.device) -> TextWriter:
+    """The model of `writer`."""
+    assert config.writer is not None, "the config asks for it"
+    return EndpointWriter(config.writer) if config.writer.base_url else LocalWriter(config.writer, config, device)
+
+
+def writer_identity(config: GenerateConfig) -> str:
+    """A short name for everything that a written text depends on besides the document."""
+    if config.writer is None:
+        return ""
+    writer = config.writer
+    model = writer.model if writer.base_url else files_identity(writer.model)
+    endpoint = {"api_key_env", "timeout_seconds", "max_retries", "retry_seconds", "concurrency"}
+    return short_hash(
+        model, writer.model_dump(exclude=endpoint), config.language, config.personas, config.num_examples,
+        config.examples_path, config.prompts, PROMPTS, RULES,
+    )  # fmt: skip
+
+
+def prompt_for(
+    kind: str, document: str, config: GenerateConfig, examples: Sequence[tuple[str, str]], number: int
+) -> str:
+    """The prompt for one document. Documents take turns with the personas, and draw their examples by the seed."""
+    assert config.writer is not None, "the config asks for it"
+    persona = config.personas[number % len(config.personas)] if config.personas else ""
+    language = config.language or "the language of the document"
+    shown = ""
+    if examples and config.num_examples:
+        draw = np.random.default_rng([config.seed, 2, number])
+        chosen = draw.choice(len(examples), min(config.num_examples, len(examples)), replace=False)
+        shown = "\n\n".join(f"Document: {examples[one][1]}\n{NOUNS[kind]}: {examples[one][0]}" for one in chosen)
+    cut = document[: 4 * config.writer.max_length]
+    if kind in config.prompts:
+        return config.prompts[kind].format(document=cut, language=language, persona=persona, examples=shown)
+    parts = [PROMPTS[kind]]
+    if persona:
+        parts.append(f"Write it as {persona} would.")
+    parts += [f"Write in {language}.", RULES.format(noun=NOUNS[kind])]
+    if shown:
+        parts.append(f"Examples:\n\n{shown}\n")
+    parts.append(f"Document: {cut}\n{NOUNS[kind]}:")
+    return "\n".join(parts)
+
+
+def cleaned(text: str) -> str:
+    """What was written, without quotes, labels and anything after the first line; empty where nothing usable was."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    if not lines:
+        return ""
+    line = lines[0]
+    for noun in dict.fromkeys(NOUNS.values()):
+        if line.lower().startswith(f"{noun}:"):
+            line = line[len(noun) + 1 :]
+    line = line.strip().strip("\"'").strip()
+    return line if len(line) <= LONGEST_QUERY else ""
