@@ -370,3 +370,11 @@ def test_wrong_values_of_other_verbs(vembed: Command) -> None:
     assert "--task x: give one of auto, retrieval, similarity" in vembed("eval", "m", "d", "--task", "x").err
     assert "--kind x: give one of query, document" in vembed("encode", "m", "i", "o.npy", "--kind", "x").err
     assert "torch_dtype must be auto, float32" in vembed("encode", "m", "i", "o.npy", "--torch-dtype", "int8").err
+
+
+def test_a_dry_run_refuses_what_the_run_refuses_B26(vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    done = vembed("train", cfg, "--dry-run")
+    assert done.code == 2
+    assert "WORLD_SIZE and MASTER_ADDR and MASTER_PORT are not set although RANK=0, LOCAL_RANK=0" in done.err
