@@ -203,7 +203,6 @@ PREFIXES = {"fsdp": "fsdp_", "fsdp_config": "fsdp_", "lora": "lora_", "mrl": "mr
 """Prefix added to keys of a block: inside `fsdp:`, `min_num_params` is `fsdp_min_num_params`."""
 
 REFUSED = {
-    "distributed_examples": "it holds examples: copy one under `distributed:`, or name a preset with accelerate_config",
     "deepspeed": "DeepSpeed is not supported: use_fsdp: true shards the model",
     "save_strategy": "checkpoints are written every save_steps steps; leave it out for none before the end",
     "eval_strategy": "evaluation runs every eval_steps steps; leave it out for none during training",

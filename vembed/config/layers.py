@@ -8,7 +8,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from vembed.config.accelerate_file import AccelerateFile, file_options, launcher_options
+from vembed.config.accelerate_file import AccelerateFile, file_options, launcher_options, preset_names
 from vembed.config.aliases import BLOCKS, REFUSED, WANDB, Unsure, known_names, target_of
 from vembed.config.options import checked, nearest, shown
 from vembed.config.parsing import Node, parse_value, read_tree, tree_of_mapping
@@ -21,6 +21,7 @@ from vembed.errors import UserError
 COMMAND_LINE = "command line"
 LAUNCHER = "accelerate launch"
 STAGES = "training_stages"
+OWN_PRESETS = "distributed_examples"
 RESULT_OF = ", result of "
 """Between a file and a stage, in the origin of a model_name that is the result of that stage."""
 
@@ -200,6 +201,7 @@ def source_layers(source: str | Path | Mapping[str, Any] | TrainConfig, stage: s
     else:
         tree, name = read_tree(Path(source)), str(source)
     keys: dict[str, Node] = dict(tree.value)
+    keys.pop(OWN_PRESETS, None)  # `own_preset` takes the one that is named
     in_order = training_blocks(keys, name)
     if in_order is not None:
         keys.pop(ROAD)
@@ -211,6 +213,34 @@ def source_layers(source: str | Path | Mapping[str, Any] | TrainConfig, stage: s
         return [_layer(name, keys)]
     asked = keys.pop("stage", None)
     return _stage_layers(name, keys, stages, stage or (str(asked.plain()) if asked else None))
+
+
+def own_preset(source: str | Path | Mapping[str, Any] | TrainConfig, layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layer of a block under `distributed_examples` that `accelerate_config` names in one of `layers`, the
+    strongest first; none where it names a preset of vembed or a file. The name is taken out of its layer."""
+    if isinstance(source, TrainConfig):
+        return []
+    tree = tree_of_mapping(source) if isinstance(source, Mapping) else read_tree(Path(source))
+    name = "the config" if isinstance(source, Mapping) else str(source)
+    presets = tree.value.get(OWN_PRESETS)
+    if presets is None:
+        return []
+    if not isinstance(presets.value, dict):
+        raise UserError(f"{name}, line {presets.line}: {OWN_PRESETS} must hold blocks like `distributed`, by name")
+    for layer in layers:
+        named = layer.given.get("accelerate_config")
+        if named is None:
+            continue
+        if named.value not in presets.value:
+            if named.value in preset_names() or Path(str(named.value)).exists():
+                return []
+            known = ", ".join([*presets.value, *preset_names()])
+            raise UserError(
+                f"accelerate_config: {named.value!r} ({named.where}) is neither a file nor a preset ({known})"
+            )
+        del layer.given["accelerate_config"]
+        return [_layer(name, {"distributed": presets.value[named.value]}, f"{OWN_PRESETS}.{named.value}.")]
+    return []
 
 
 def command_line_layer(overrides: Sequence[str]) -> tuple[Layer, str | None]:

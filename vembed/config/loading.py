@@ -24,6 +24,7 @@ from vembed.config.layers import (
     file_layer,
     launcher_layer,
     over_the_stage,
+    own_preset,
     source_layers,
 )
 from vembed.config.options import all_options
@@ -74,6 +75,7 @@ def resolve_run(
     if isinstance(source, str | Path):
         for layer in configs:
             _beside_the_file(layer.given, ("accelerate_config",), Path(source), notes)
+    configs += own_preset(source, [command_line, *reversed(configs)])
     launcher, launcher_notes = launcher_layer(env)
     file, weaker, stronger = _accelerate_layers(configs, command_line, launcher)
     notes += [*(file.notes if file is not None else ()), *launcher_notes]
