@@ -174,10 +174,6 @@ class Hooks:
         names = [hook.name for hook in self._all if hook.name]
         assert len(names) == len(set(names)), f"two hooks have the same name: {names}"
 
-    def add(self, *hooks: Hook) -> None:
-        """Append hooks, before `on_build`."""
-        self.__init__([*self._all, *hooks])  # type: ignore[misc]
-
     def on_build(self, run: Run) -> None:
         """Call `on_build` of each."""
         for hook in self._all:
