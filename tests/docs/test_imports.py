@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Set
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -16,6 +17,7 @@ BEGIN, END = (
 )
 
 
+@cache
 def imports() -> dict[str, set[str]]:
     """Module -> modules of the package that it imports, anywhere in the file. `vembed` itself, whose public names are
     imported on first access, is left out."""
