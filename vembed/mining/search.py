@@ -14,7 +14,7 @@ from vembed.mining.vectors import VectorStore
 DOCUMENT_TILE = 2048
 QUERY_TILE = 256
 """At most DOCUMENT_TILE x QUERY_TILE scores exist at once: 2 MiB, which stay in a CPU's cache."""
-BLOCK = 32
+BLOCK = 64
 """Documents whose highest score is compared with the threshold first; only blocks above it are looked at."""
 WAITING = 24
 """Candidates per query that may wait before they are sorted in and the threshold rises."""

@@ -1,0 +1,196 @@
+"""python -m benchmarks.mining: hard negatives by vembed and sentence-transformers, with half of the positives hidden.
+
+The documents are halves of real functions (the first lines of each, and the rest), so a docstring has two positives.
+One of them is known, the other one is hidden in the corpus: a miner that takes it has mined a false negative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vembed.tools.demo import demo_model
+from vembed.tools.demo_data import Pair, split_by_module, standard_library_pairs
+
+NUM_NEGATIVES = 5
+MIN_LINES = 6
+MAX_LENGTH = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows with one known positive each, the corpus, and the hidden positive of each query."""
+
+    rows: list[dict[str, str]]
+    corpus: list[str]
+    hidden: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Mined:
+    """What a side gives: negatives per row, and how long it took."""
+
+    negatives: list[list[str]]
+    seconds: float
+
+
+def case(pairs: list[Pair], seed: int) -> Case:
+    """Halve each long function; which half is known is drawn."""
+    draw = random.Random(seed)
+    rows, corpus, hidden = [], dict[str, None](), {}
+    for pair in pairs:
+        lines = pair.positive.splitlines()
+        if len(lines) < MIN_LINES or pair.query in hidden:
+            continue
+        halves = ["\n".join(lines[: len(lines) // 2]), "\n".join(lines[len(lines) // 2 :])]
+        corpus |= dict.fromkeys(halves)
+        draw.shuffle(halves)
+        rows.append({"query": pair.query, "positive": halves[0]})
+        hidden[pair.query] = halves[1]
+    return Case(rows, list(corpus), hidden)
+
+
+def by_vembed(one: Case, folder: Path, options: dict[str, Any]) -> Mined:
+    """`vembed.mine` on files, as a user calls it."""
+    import vembed
+
+    write(folder / "rows.jsonl", one.rows)
+    write(folder / "corpus.jsonl", [{"text": text} for text in one.corpus])
+    began = time.perf_counter()
+    result = vembed.mine(
+        {
+            "model_name": demo_model(), "data_path": folder / "rows.jsonl", "corpus_path": folder / "corpus.jsonl",
+            "output_path": folder / "out.jsonl", "num_negatives": NUM_NEGATIVES, "max_length": MAX_LENGTH, **options,
+        }
+    )  # fmt: skip
+    seconds = time.perf_counter() - began
+    lines = result.output_path.read_text(encoding="utf-8").splitlines()
+    return Mined([json.loads(line)["negatives"] for line in lines], seconds)
+
+
+def by_sentence_transformers(one: Case, folder: Path, options: dict[str, Any]) -> Mined:
+    """`mine_hard_negatives` on the same model, texts and length."""
+    from datasets import Dataset
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.util import mine_hard_negatives
+
+    began = time.perf_counter()
+    model = SentenceTransformer(str(demo_model()), device="cpu")
+    model.max_seq_length = MAX_LENGTH
+    data = Dataset.from_list(one.rows)
+    found = mine_hard_negatives(
+        data, model, corpus=one.corpus, num_negatives=NUM_NEGATIVES, output_format="n-tuple", range_max=100,
+        batch_size=32, verbose=False, **options,
+    )  # fmt: skip
+    by_query = {row["query"]: [row[f"negative_{n}"] for n in range(1, NUM_NEGATIVES + 1)] for row in found}
+    return Mined([by_query.get(row["query"], []) for row in one.rows], time.perf_counter() - began)
+
+
+SIDES = {
+    "vembed": (by_vembed, {}),
+    "vembed, threshold: auto": (by_vembed, {"threshold": "auto"}),
+    "sentence-transformers, no margin": (by_sentence_transformers, {}),
+    "sentence-transformers, relative_margin 0.05": (by_sentence_transformers, {"relative_margin": 0.05}),
+}
+"""The same number of negatives and of candidates for each."""
+
+
+def measure(one: Case, mined: Mined, scores: dict[tuple[str, str], float]) -> dict[str, float]:
+    """Share of the negatives that are hidden positives, of the hidden positives that were mined, and the mean score."""
+    pairs = [
+        (row["query"], negative)
+        for row, negatives in zip(one.rows, mined.negatives, strict=True)
+        for negative in negatives
+    ]
+    num_false = sum(one.hidden[query] == negative for query, negative in pairs)
+    return {
+        "negatives": len(pairs),
+        "false": num_false / max(len(pairs), 1),
+        "hidden_mined": num_false / len(one.hidden),
+        "mean_score": statistics.fmean(scores[pair] for pair in pairs) if pairs else 0.0,
+        "seconds": mined.seconds,
+    }
+
+
+def all_scores(one: Case, sides: list[Mined]) -> dict[tuple[str, str], float]:
+    """The model's similarity of every mined pair."""
+    import vembed
+
+    embedder = vembed.Embedder(demo_model(), device="cpu")
+    place = {text: number for number, text in enumerate(one.corpus)}
+    documents = embedder.encode(one.corpus)
+    queries = embedder.encode([row["query"] for row in one.rows], kind="query")
+    found = {}
+    for mined in sides:
+        for number, negatives in enumerate(mined.negatives):
+            for negative in negatives:
+                found[one.rows[number]["query"], negative] = float(queries[number] @ documents[place[negative]])
+    return found
+
+
+def train_and_score(
+    one: Case, negatives: list[list[str]], val: list[Pair], folder: Path, seed: int, steps: int
+) -> float:
+    """nDCG@10 on functions of other modules, after training on one side's negatives."""
+    import vembed
+
+    rows = [{**row, "negatives": own} for row, own in zip(one.rows, negatives, strict=True)]
+    write(folder / "train.jsonl", rows)
+    write(folder / "val.jsonl", [{"query": pair.query, "positive": pair.positive} for pair in val])
+    result = vembed.train(
+        {
+            "model_name": str(demo_model()), "data_path": str(folder / "train.jsonl"), "seed": seed,
+            "val_data_path": str(folder / "val.jsonl"), "output_dir": str(folder / "run"), "batch_size": 32,
+            "max_steps": steps, "max_length": MAX_LENGTH, "learning_rate": 3e-5, "report_to": "none",
+            "eval_before": False,
+        }
+    )  # fmt: skip
+    return float(result.metrics["ndcg@10"])
+
+
+def write(path: Path, records: list[Any]) -> None:
+    """JSON Lines."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def main() -> None:
+    """Mine on all sides, print figures, and with --seeds train on each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=2000, help="pairs of the standard library that are used")
+    parser.add_argument("--seeds", type=int, default=0, help="train on each side's negatives with so many seeds")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    train, val = split_by_module(standard_library_pairs(), arguments.rows, 400)
+    one = case(train, seed=0)
+    print(f"{len(one.rows):,d} queries, {len(one.corpus):,d} documents, {len(one.hidden):,d} hidden positives")
+    mined = {}
+    for name, (mine, options) in SIDES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            mined[name] = mine(one, Path(folder), options)
+    scores = all_scores(one, list(mined.values()))
+    figures: dict[str, dict[str, Any]] = {name: measure(one, found, scores) for name, found in mined.items()}
+    if arguments.seeds:
+        sides = {name: found.negatives for name, found in mined.items()} | {"no mining": [[] for _ in one.rows]}
+        for name, negatives in sides.items():
+            found = []
+            for seed in range(arguments.seeds):
+                with tempfile.TemporaryDirectory() as folder:
+                    found.append(train_and_score(one, negatives, val, Path(folder), seed, arguments.steps))
+            figures.setdefault(name, {})["ndcg@10"] = found
+    for name, values in figures.items():
+        print(name, json.dumps(values))
+    if arguments.json:
+        data = {"case": {key: len(value) for key, value in asdict(one).items()}, "sides": figures}
+        arguments.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

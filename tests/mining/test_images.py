@@ -1,0 +1,51 @@
+"""Mining for captions of images: the same command, with image paths that training finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.mining.data import read_lines, run, write_lines
+from tests.tiny import shared, tiny_clip
+from vembed.config.schema import TrainConfig
+from vembed.data.sources import open_examples
+
+COLOURS = ("red", "green", "blue", "white", "black", "yellow", "orange", "purple")
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, object]:
+    (tmp_path / "images").mkdir()
+    for number, colour in enumerate(COLOURS):
+        Image.new("RGB", (40, 30 + number), colour).save(tmp_path / "images" / f"{colour}.png")
+    rows = [{"query": f"a {colour} wall", "positive": {"image": f"images/{colour}.png"}} for colour in COLOURS]
+    return {
+        "model_name": str(shared(tiny_clip)),
+        "data_path": str(write_lines(tmp_path / "captions.jsonl", rows)),
+        "output_path": str(tmp_path / "mined.jsonl"),
+        "relative_margin": None,
+        "num_negatives": 3,
+    }
+
+
+def test_captions_get_images_as_negatives(options: dict[str, object], tmp_path: Path) -> None:
+    rows, _ = run(options)
+    for row in rows:
+        assert len(row["negatives"]) == 3
+        assert row["positive"] not in row["negatives"]
+        assert all(one["image"].startswith("images/") for one in row["negatives"])
+    store = open_examples(TrainConfig(model_name="m", data_path="d"), str(tmp_path / "mined.jsonl"))
+    assert [len(store[number].negatives) for number in range(len(store))] == [3] * len(COLOURS)
+
+
+def test_a_corpus_of_images_and_bare_paths(options: dict[str, object], tmp_path: Path) -> None:
+    corpus = write_lines(tmp_path / "corpus.jsonl", [{"_id": one, "image": f"images/{one}.png"} for one in COLOURS])
+    rows = [{"query": f"a {colour} wall", "positive": f"images/{colour}.png"} for colour in COLOURS]
+    path = write_lines(tmp_path / "bare.jsonl", rows)
+    made, _ = run({**options, "data_path": str(path), "corpus_path": str(corpus), "retrieval_mode": "t2i"})
+    for row, colour in zip(made, COLOURS, strict=True):
+        assert len(row["negative_ids"]) == 3
+        assert colour not in row["negative_ids"]
+    assert read_lines(tmp_path / "mined.jsonl") == made
