@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vembed import cli_weights
+from vembed import cli_start, cli_weights
 from vembed.cli_support import Nproc, Shards, TrustRemoteCode, guarded
 from vembed.cli_support import end as _end
 from vembed.cli_support import numbers as _numbers
@@ -59,7 +59,8 @@ def train(words: Words = None) -> None:
 def eval(
     ctx: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="A model folder (vembed's or any of Sentence Transformers) or a Hub name.")
+        str,
+        typer.Argument(help="A model folder, a Hub name, a run or a checkpoint of one."),
     ],
     data: Annotated[str, typer.Argument(help="A BEIR-style folder, or a file of pairs or scored pairs.")],
     dims: Annotated[str, typer.Option(help="Also score at these sizes, as 256,128. Default: the model's own.")] = "",
@@ -90,16 +91,18 @@ def eval(
         if (code := _share(ctx, nproc)) is not None:
             return code
         from vembed.tools.evaluate import run_evaluate
+        from vembed.tools.model_argument import usable_model
 
-        run_evaluate(
-            model,
-            data,
-            split=split,
-            json_file=json_file,
-            batch_tokens=batch_tokens,
-            trust_remote_code=trust_remote_code,
-            **options,
-        )
+        with usable_model(model) as found:
+            run_evaluate(
+                found,
+                data,
+                split=split,
+                json_file=json_file,
+                batch_tokens=batch_tokens,
+                trust_remote_code=trust_remote_code,
+                **options,
+            )
         return 0
 
     _end(call)
@@ -108,7 +111,7 @@ def eval(
 @app.command()
 def encode(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="A model folder or a Hub name.")],
+    model: Annotated[str, typer.Argument(help="A model folder, a Hub name, a run or a checkpoint.")],
     input_file: Annotated[
         str, typer.Argument(metavar="INPUT", help="Texts (one per line) or JSONL; - is standard input.")
     ],
@@ -145,19 +148,21 @@ def encode(
         if (code := _share(ctx, nproc)) is not None:
             return code
         from vembed.tools.encode import run_encode
+        from vembed.tools.model_argument import usable_model
 
-        run_encode(
-            model,
-            input_file,
-            output,
-            truncate_dim=truncate_dim,
-            normalize=normalize,
-            column=column,
-            batch_tokens=batch_tokens,
-            image_root=image_root,
-            trust_remote_code=trust_remote_code,
-            **options,
-        )
+        with usable_model(model) as found:
+            run_encode(
+                found,
+                input_file,
+                output,
+                truncate_dim=truncate_dim,
+                normalize=normalize,
+                column=column,
+                batch_tokens=batch_tokens,
+                image_root=image_root,
+                trust_remote_code=trust_remote_code,
+                **options,
+            )
         return 0
 
     _end(call)
@@ -269,11 +274,11 @@ def plan(words: Words = None) -> None:
 
 @app.command()
 def export(
-    model: Annotated[str, typer.Argument(help="The final/ folder of a run, or an adapter.")],
+    model: Annotated[str, typer.Argument(help="A run, a checkpoint of one, a model folder or an adapter.")],
     output: Annotated[str, typer.Argument(help="A new folder.")],
     merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into the weights.")] = False,
 ) -> None:
-    """Copy a trained model into a folder of its own, with its adapter merged where asked."""
+    """Copy a trained model into a folder of its own, or make one of a checkpoint; --merge merges its adapter."""
 
     def call() -> None:
         from vembed.tools.export import run_export
@@ -284,24 +289,9 @@ def export(
     _end(call)
 
 
-@app.command()
-def init(
-    family: Annotated[str, typer.Option(help="Kind of model: text_encoder, text_decoder, clip, ...")] = "text_encoder",
-    data: Annotated[str, typer.Option(help="Training data; its first records are looked at.")] = "train.jsonl",
-    val_data: Annotated[str | None, typer.Option(help="Validation data.")] = None,
-    model: Annotated[str | None, typer.Option(help="Hub name or folder. Default: a good one of that kind.")] = None,
-    output: Annotated[str, typer.Option(help="The config to write.")] = "vembed.yaml",
-    force: Annotated[bool, typer.Option("--force", help="Write over an existing file.")] = False,
-) -> None:
-    """Write a commented starter config for a kind of model and a data file."""
-
-    def call() -> None:
-        from vembed.tools.init import run_init
-
-        path = run_init(family, data, output, model=model, val_data=val_data, force=force)
-        sys.stdout.write(f"wrote {path}; train with: vembed train {path}\n")
-
-    _end(call)
+app.command()(cli_start.init)
+app.command(context_settings=WORDS_ARE_OURS)(cli_start.data)
+app.command()(cli_start.report)
 
 
 @app.command(context_settings=WORDS_ARE_OURS)

@@ -11,7 +11,7 @@ from vembed.cli_support import Nproc, Shards, TrustRemoteCode, end, floats, numb
 
 def score(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="A model folder or a Hub name.")],
+    model: Annotated[str, typer.Argument(help="A model folder, a Hub name, a run or a checkpoint.")],
     pairs: Annotated[str, typer.Argument(help="A file of pairs, as training reads it.")],
     output: Annotated[str, typer.Option("--output", "-o", help="NAME.npy or NAME.jsonl; - is standard output.")] = "-",
     column_mapping: Annotated[str, typer.Option(help="As the option of that name: {question: query}.")] = "",
@@ -31,9 +31,11 @@ def score(
         }
         if (code := share(ctx, nproc)) is not None:
             return code
+        from vembed.tools.model_argument import usable_model
         from vembed.tools.score import run_score
 
-        run_score(model, pairs, output, image_root=image_root, trust_remote_code=trust_remote_code, **options)
+        with usable_model(model) as found:
+            run_score(found, pairs, output, image_root=image_root, trust_remote_code=trust_remote_code, **options)
         return 0
 
     end(call)

@@ -341,7 +341,7 @@ def test_init_reads_the_columns_of_parquet(vembed: Command) -> None:
 
     pq.write_table(pa.table({"query": ["a"], "positive": ["b"]}), "a.parquet")
     assert vembed("init", "--data", "a.parquet").code == 0
-    assert "# Data: the first 1 records have query, positive" in Path("vembed.yaml").read_text()
+    assert "# Data: 1 records; the first 1 records have query, positive" in Path("vembed.yaml").read_text()
     Path("b.parquet").write_bytes(b"nothing")
     assert "not a Parquet file" in vembed("init", "--data", "b.parquet", "--force").err
 

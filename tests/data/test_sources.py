@@ -15,6 +15,7 @@ import pytest
 
 from tests.data.files import RECORDS, config, open_path, refused, write_format, write_jsonl, write_lines
 from tests.data.pictures import encoded, write
+from vembed.config.loading import load_config
 from vembed.config.schema import DataSource
 from vembed.data.examples import ImageRef, Item
 from vembed.data.sources import open_examples
@@ -376,3 +377,30 @@ def test_images_inside_of_parquet_and_datasets(tmp_path: Path) -> None:
 def test_bytes_in_a_column_are_an_image(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"query": "a", "positive": encoded("PNG")}]), tmp_path / "a.parquet")
     assert "text to image" in open_path(tmp_path / "a.parquet").summary()[0]
+
+
+def test_prompts_and_length_of_a_source_and_of_a_record(tmp_path: Path) -> None:
+    rows = [{"query": "a", "positive": "b"}, {"query": "c", "positive": "d", "query_prompt": "own: "}]
+    first, second = write_jsonl(tmp_path / "a.jsonl", rows), write_jsonl(tmp_path / "b.jsonl", rows[:1])
+    source = DataSource(path=str(first), query_prompt="find: ", document_prompt="", max_length=9)
+    store = open_examples(config(), [source, str(second)])
+    assert [store[i].query.prompt for i in range(3)] == ["find: ", "own: ", None]
+    assert [store[i].positives[0].prompt for i in range(3)] == ["", "", None]
+    assert [store[i].query.max_length for i in range(3)] == [9, 9, None]
+    assert "query_prompt 'find: ', document_prompt '', max_length 9" in store.summary()[0]
+    assert store.fingerprint != open_examples(config(), [str(first), str(second)]).fingerprint
+    assert not [line for line in store.summary() if "not used" in line]
+
+
+def test_a_source_without_negatives_is_named_where_the_loss_needs_them(tmp_path: Path) -> None:
+    rows = [{"query": "a", "positive": "b", "negatives": ["c"]}]
+    first, second = write_jsonl(tmp_path / "a.jsonl", rows), write_jsonl(tmp_path / "b.jsonl", [dict(rows[0])])
+    second = write_jsonl(tmp_path / "b.jsonl", [{"query": "a", "positive": "b"}] * 3)
+    with pytest.raises(UserError, match=r"b.jsonl: none of its 3 records has a negative, which loss: triplet needs"):
+        open_examples(config(loss="triplet"), [str(first), str(second)])
+
+
+def test_an_unknown_key_of_a_source_lists_the_known_ones() -> None:
+    entry = {"path": "a.jsonl", "wieght": 2}
+    with pytest.raises(UserError, match=r"did you mean 'weight'\?; an entry may have path, weight, .* and max_length"):
+        load_config({"model_name": "m", "data_path": [entry]})

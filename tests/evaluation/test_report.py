@@ -145,11 +145,11 @@ def test_what_comes_from_the_user_is_escaped(tmp_path):
     assert text.count("<script>alert('x')</script>&<b>") >= 7
 
 
-def test_a_run_without_evaluation_reports_its_loss(tmp_path):
+def test_a_run_without_evaluation_says_so_and_how_to_get_one(tmp_path):
     run = write_run(tmp_path / "run", [step(i) for i in range(1, 4)])
     _, text = parsed(write_report(run))
-    assert "Loss 3.000 -> 1.000" in text
-    assert "Nothing was evaluated: give val_data_path" in text
+    assert "Not evaluated" in text and "val_split: 0.1" in text and "3.000 -> 1.000" not in text
+    assert "Nothing was evaluated: set val_split: 0.1, or give val_data_path" in text
     assert (run / "report.md").read_text().startswith("# Loss 3.000 -> 1.000\n")
 
 
@@ -167,7 +167,7 @@ def test_a_run_that_was_stopped_before_its_first_step(tmp_path):
     assert (run / "report.md").read_text().startswith("# No step was logged\n")
     run = write_run(tmp_path / "run", [evaluation(0, 0.0), step(1)])
     _, text = parsed(write_report(run))
-    assert "Loss 3.000" in text
+    assert "Not evaluated" in text
     assert "0.5000" in text
 
 

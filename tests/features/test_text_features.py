@@ -200,3 +200,15 @@ def test_a_tokenizer_without_padding_and_end_token_is_named(tmp_path: Path) -> N
     description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused"))
     with pytest.raises(UserError, match="neither a padding nor an end token; add `pad_token`"):
         Featuriser(description.with_(source=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_inputs_own_prompt_and_length_give_the_ids_of_a_run_with_these(name: str) -> None:
+    source = tiny.shared(MODELS[name])
+    own = featuriser(source, max_length=64, query_prompt="find this: ")
+    run = featuriser(source, max_length=9, query_prompt="other: ")
+    mine = own.features([(Item(text, prompt="other: ", max_length=9), "query") for text in TEXTS])
+    plain = own.features([(Item(text), "query") for text in TEXTS])
+    for one, other, third in zip(mine, run.features([(Item(text), "query") for text in TEXTS]), plain, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        assert one.key != third.key and one.content == third.content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -223,3 +224,15 @@ def test_a_card_without_a_run_is_short() -> None:
     assert "## Scores" not in text
     assert "## Training" not in text
     assert "| metric | score |" in render_card(description, Card(scores={"spearman": 0.5}))
+
+
+def test_the_card_has_scores_licence_and_language_for_the_hub(tmp_path: Path) -> None:
+    source = shutil.copytree(tiny.shared(tiny.tiny_bert), tmp_path / "base")
+    (source / "README.md").write_text("---\nlicense: mit\nlanguage: [de, en]\nsecret_token: x\n---\n# A model\n")
+    description = describe(TrainConfig(model_name=str(source), data_path="-"))
+    card = Card(scores={"ndcg@10": 0.5, "dim16/ndcg@10": 0.4}, evaluation="40 queries over 40 documents")
+    front = yaml.safe_load(render_card(description, card).split("---\n")[1])
+    assert front["license"] == "mit" and front["language"] == ["de", "en"] and "secret_token" not in front
+    (result,) = front["model-index"][0]["results"]
+    assert result["metrics"] == [{"type": "ndcg_at_10", "name": "ndcg@10", "value": 0.5}]
+    assert result["dataset"]["name"] == "40 queries over 40 documents"

@@ -44,6 +44,7 @@ class Run:
     def resume(self, identity=None):
         self.found = self.checkpointer.find()
         self.checkpointer.check(self.found, identity or {"data": "abc", "global_batch_size": 8})
+        self.checkpointer.begin(self.found, 1_000)
         if self.found is not None:
             self.state = self.checkpointer.load(self.found, self.model, self.loss, self.optimizer)
         return self

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.training.test_integrity import damage, fake_checkpoint
 from tests.training.tiny_run import config_for
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
+from vembed.tools.resume_table import updated
 from vembed.training import integrity
 from vembed.training.resume import JUDGES, MAY_CHANGE, candidates, compare_resume, refuse, trim_metrics
 
@@ -204,3 +206,9 @@ def test_a_run_cuts_its_own_metrics(tmp_path):
     with starting(tmp_path, resume=True) as run:
         run.resume()
     assert (tmp_path / "metrics.jsonl").read_text() == line_of(1) + line_of(2)
+
+
+def test_the_page_says_of_every_option_whether_it_may_change():
+    """`python -m vembed.tools.resume_table` writes the table."""
+    page = Path(__file__).parents[2] / "docs" / "resume.md"
+    assert page.read_text(encoding="utf-8") == updated(page.read_text(encoding="utf-8"))

@@ -70,6 +70,7 @@ def test_float16_that_overflows_with_the_lowest_scale_stops_the_run(tmp_path):
         scale = GradientScale(value=2.0, is_started=True)
         update = Update(run.model, run.loss, run.optimizer, HALF, config_for(tmp_path), scale)
         watch = Watch(config_for(tmp_path))
+        watch.precision = "fp16"
         outcomes = []
         for _ in range(2):
             run.model(torch.arange(11)).sum().backward()

@@ -32,6 +32,9 @@ LAUNCH_FLAGS = {
     "accelerate-config": ("FILE|PRESET", "An Accelerate config, or the name of one that vembed brings."),
     "resume": ("[PATH]", "Go on from the newest checkpoint of output_dir, or from this one."),
     "resume-anyway": ("", "Resume although model, data, batch or seed have changed."),
+    "overwrite": ("", "Replace the earlier run in output_dir."),
+    "verbose": ("", "All lines of the log file on the console too."),
+    "quiet": ("", "Only warnings and errors on the console."),
     "debug": ("", "A detailed log per process in output_dir/logs/."),
     "dry-run": ("", "Print what would be trained and launched, load no model, and end."),
 }
@@ -140,6 +143,8 @@ class _Parser:
         key = name.replace("-", "_")
         if key == "dry_run":
             self.is_dry_run = not has_value or BOOLS.get(value.lower(), True)
+        elif key in ("verbose", "quiet") and not has_value:
+            self.overrides.append(f"console={key}")
         elif key == "set":
             pair = value if has_value else self._value(word)
             if not PAIR.match(pair):

@@ -28,6 +28,7 @@ from vembed.config.layers import (
     source_layers,
 )
 from vembed.config.options import all_options
+from vembed.config.output_folder import expand_output_dir
 from vembed.config.parsing import CoreDumper
 from vembed.config.resolved import DEFAULT, ResolvedRun, decide
 from vembed.config.schema import DataSource, TrainConfig
@@ -86,6 +87,7 @@ def resolve_run(
     notes += _moved_stage(given)
     if isinstance(source, str | Path):
         _beside_the_file(given, ("data_path", "val_data_path", "image_root"), Path(source), notes)
+    _expand_output_dir(given, env, notes, problems)
     refused = set().union(*(layer.refused for layer in layers))
     for name, option in all_options().items():
         if option.is_required and name not in given and name not in refused:
@@ -247,6 +249,21 @@ def _moved_stage(given: Mapping[str, Given]) -> list[str]:
         f"output_dir: {folder.value} ({COMMAND_LINE}) is this stage's folder alone: it starts from {model.value} "
         f"({model.where}); model_name=FOLDER/final starts from another run of that stage"
     ]
+
+
+def _expand_output_dir(given: dict[str, Given], env: Mapping[str, str], notes: list[str], problems: list[str]) -> None:
+    one = given.get("output_dir")
+    if one is None:
+        return
+    resume = given["resume"].value if "resume" in given else False
+    try:
+        folder = expand_output_dir(one.value, {name: other.value for name, other in given.items()}, env, resume=resume)
+    except ValueError as error:
+        problems.append(f"output_dir: {one.value}: {error} ({one.where})")
+        return
+    if folder != one.value:
+        notes.append(f"output_dir: {one.value} -> {folder}")
+        given["output_dir"] = Given("output_dir", folder, one.key, one.where)
 
 
 def _beside_the_file(given: dict[str, Given], names: Sequence[str], file: Path, notes: list[str]) -> None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from vembed.config.schema import DataSource, TrainConfig
+from vembed.config.schema import DataSource, Frozen, LossTerm, Teacher, TrainConfig
 
 SECTION = re.compile(r"# -{4} (.+?) -{4,}")
 FIELD = re.compile(r"^    (\w+):")
@@ -91,6 +91,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+_ENTRIES: dict[str, type[Frozen]] = {"losses": LossTerm, "teachers": Teacher}
+"""Models of the entries of options that are lists; `data_path` has DataSource."""
+
+
 @cache
 def _adapter(name: str) -> TypeAdapter[Any]:
     field = TrainConfig.model_fields[name]
@@ -104,11 +108,16 @@ def _refusal(option: Option, value: Any, error: ValidationError) -> str:
     for problem in error.errors():
         *inside, key = problem["loc"] or ("",)
         if problem["type"] == "extra_forbidden":
-            near = nearest(str(key), DataSource.model_fields)
+            keys = list(_ENTRIES.get(option.name, DataSource).model_fields)
+            near = nearest(str(key), keys)
+            known = f"; an entry may have {', '.join(keys[:-1])} and {keys[-1]}"
             place = "".join(f", entry {part + 1}" for part in inside if isinstance(part, int))
-            return f"{option.name}{place}: unknown key {key!r}" + (f", did you mean {near!r}?" if near else "")
+            return f"{option.name}{place}: unknown key {key!r}" + (f", did you mean {near!r}?" if near else "") + known
     if value is None:
         return f"{option.name} has no value; give {option.accepts}, or leave the line out for {shown(option.default)}"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and "whole number" in option.accepts and abs(value) >= 2**63 and value == value // 1:
+        return f"{option.name}: {shown(value)} is too large; a whole number must be below 2^63"
     near = nearest(str(value), option.choices) if isinstance(value, str) else None
     hint = f"; did you mean {near!r}?" if near else ""
     return f"{option.name} must be {option.accepts}, but is {shown(value)}{hint}"

@@ -102,7 +102,10 @@ def parse_yaml(text: str, name: str) -> Node:
         raise UserError(f"{name}: nested deeper than {MAX_DEPTH} levels.") from None
     tree = Node(None, None) if root is None else _YamlTree(name).node(root, depth=0)
     if not isinstance(tree.value, dict) or not tree.value:
-        raise UserError(f"{name}: {'is empty' if root is None else 'has no options'}; write one `key: value` per line.")
+        problem = "is empty" if root is None else "has no options"
+        if isinstance(tree.value, list):
+            problem = f"is a list of {len(tree.value)} entries, not a config"
+        raise UserError(f"{name}: {problem}; write one `key: value` per line.")
     return tree
 
 

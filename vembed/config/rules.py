@@ -325,7 +325,8 @@ def _guards_have_checkpoints(config: TrainConfig) -> Violation | None:
 def _best_model_is_known(config: TrainConfig) -> Violation | None:
     if not config.load_best_model_at_end:
         return None
-    missing = [name for name in ("val_data_path", "eval_steps", "save_steps") if dict(config)[name] is None]
+    given = dict(config) | {"val_data_path": config.val_data_path or config.val_split}
+    missing = [name for name in ("val_data_path", "eval_steps", "save_steps") if given[name] is None]
     if missing:
         return Violation(
             ("load_best_model_at_end",),
@@ -360,6 +361,23 @@ def _profiled_steps(config: TrainConfig) -> Violation | None:
     return Violation(
         ("profile_steps",), f"profile_steps: {steps} must be two numbers, the first and the last step: [10, 12]"
     )
+
+
+def _one_validation_set(config: TrainConfig) -> Violation | None:
+    if config.val_split is None or config.val_data_path is None:
+        return None
+    said = (
+        f"val_split: {config.val_split:g} and val_data_path: {config.val_data_path} both give validation data: keep one"
+    )
+    return Violation(("val_split", "val_data_path"), f"{said} of them")
+
+
+def _resume_or_overwrite(config: TrainConfig) -> Violation | None:
+    if config.resume is False or not config.overwrite:
+        return None
+    resume = str(config.resume).lower()
+    said = f"resume: {resume} goes on with the run in output_dir and overwrite: true replaces it: keep one of them"
+    return Violation(("resume", "overwrite"), said)
 
 
 def _log_file_inside(config: TrainConfig) -> Violation | None:
@@ -405,6 +423,8 @@ RULES: tuple[Rule, ...] = (
     _metric_is_computed,
     _profiled_steps,
     _log_file_inside,
+    _resume_or_overwrite,
+    _one_validation_set,
 )
 
 
@@ -421,7 +441,6 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
         "use_rslora",
         "use_dora",
     ),
-    "val_data_path": ("eval_steps",),
     "save_steps": ("async_save",),
     "image_model_name": ("composed_dim",),
 }
@@ -444,6 +463,8 @@ def remarks(config: TrainConfig) -> list[str]:
                   if name in set_apart]  # fmt: skip
     if config.base_batch_size != defaults.base_batch_size and config.scale_learning_rate == "none":
         found.append(f"base_batch_size: {config.base_batch_size:,d} has no effect with scale_learning_rate: none")
+    if config.eval_steps is not None and config.val_data_path is None and config.val_split is None:
+        found.append(f"eval_steps: {config.eval_steps:,d} has no effect without val_data_path or val_split")
     if config.max_steps is not None and "epochs" in config.model_fields_set:
         found.append(
             f"max_steps: {config.max_steps:,d} decides the length of the run, epochs: {config.epochs:g} does not"

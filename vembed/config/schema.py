@@ -51,6 +51,12 @@ class DataSource(Frozen):
     """Name in logs. Default: the path."""
     column_mapping: dict[str, str] | None = None
     """Like the option of the same name, for this source only."""
+    query_prompt: str | None = None
+    """Text put before the queries of this source, in place of the run's."""
+    document_prompt: str | None = None
+    """Text put before the documents of this source, in place of the run's."""
+    max_length: PositiveInt | None = None
+    """Maximum length of this source's texts in tokens, where it is below the run's."""
 
 
 LossName = Literal[
@@ -215,6 +221,9 @@ class TrainConfig(Frozen):
     """Training data: a file (JSONL, CSV, TSV, Parquet), a `datasets` folder, a Hub name, or a list with weights."""
     val_data_path: str | None = None
     """Validation data: as `data_path`, or a BEIR-style folder (corpus.jsonl, queries.jsonl, qrels/*.tsv)."""
+    val_split: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), Number] | None = None
+    """Hold out this share of the queries of `data_path` for validation, instead of `val_data_path`. All examples of a
+    query and of its near-duplicates go to one side; which side depends on the seed and the texts alone."""
     column_mapping: dict[str, str] | None = None
     """Names in your file -> names that vembed reads, e.g. {question: query, answer: positive}."""
     retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] = "auto"
@@ -427,7 +436,10 @@ class TrainConfig(Frozen):
 
     # ---- evaluation, logging, saving ---------------------------------------------------------------------------
     output_dir: str = "output"
-    """Folder of the run: config, logs, checkpoints, model and report."""
+    """Folder of the run: config, logs, checkpoints, model and report. May contain {model}, {data}, {seed} and {time}
+    (the start), as in runs/{model}-{time}."""
+    overwrite: bool = False
+    """Replace the earlier run in `output_dir`; without it, a folder with checkpoints or a finished run is refused."""
     eval_steps: PositiveInt | None = None
     """Steps between evaluations. Default: only before and after training."""
     eval_before: bool = True
@@ -464,6 +476,9 @@ class TrainConfig(Frozen):
     """Project in wandb or trackio."""
     wandb_tags: list[str] = Field(default_factory=list)
     """Tags of the run in wandb."""
+    console: Literal["normal", "verbose", "quiet"] = "normal"
+    """Lines on the console: five on the set-up, then steps and scores; all lines of the log file (also `--verbose`); or
+    only warnings (also `--quiet`)."""
     log_file: str = "training_log.txt"
     """Log file, inside output_dir."""
     debug: bool = False

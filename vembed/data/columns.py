@@ -13,6 +13,7 @@ from vembed.errors import UserError
 COLUMNS: dict[str, tuple[str, ...]] = {
     "query": ("query", "anchor", "question", "sentence1"),
     "query_image": ("query_image", "query_images"),
+    "query_prompt": ("query_prompt",),
     "positive": (
         "positive", "positives", "pos", "positive_passages", "document", "passage", "answer", "response", "sentence2",
     ),
@@ -40,7 +41,6 @@ GUESSES: dict[str, tuple[str, ...]] = {
 """Likely column names that are not read automatically; used for advice and by `vembed init`."""
 
 _NUMBERED_NEGATIVE = re.compile(r"(neg|negative)_(\d+)")
-_ID = re.compile(r"(^|[\W_])(id|index|idx)$", re.IGNORECASE)
 _LAYOUTS_KEPT = 1024
 _ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names}
 
@@ -51,6 +51,7 @@ class Layout:
 
     query: str | None
     query_image: str | None
+    query_prompt: str | None
     positive: str | None
     positive_image: str | None
     negatives: tuple[str, ...]
@@ -65,6 +66,7 @@ class Layout:
         single = (
             self.query,
             self.query_image,
+            self.query_prompt,
             self.positive,
             self.positive_image,
             self.negative_image,
@@ -99,10 +101,20 @@ class Columns:
         """Raise UserError if a table's header lacks a required column."""
         names = tuple(columns)
         layout = self.layout(names)
+        if self._not_seen:
+            near = self.nearest(names)
+            raise UserError(
+                f"column_mapping names {listed(sorted(self._not_seen))}, but the file has {listed(names)}{near}"
+            )
         if layout.problem:
             raise UserError(layout.problem)
-        if self._not_seen:
-            raise UserError(f"column_mapping names {listed(sorted(self._not_seen))}, but the file has {listed(names)}")
+
+    def nearest(self, columns: Iterable[str] = ()) -> str:
+        """Return a hint at the column that the first missing name of column_mapping may mean, or nothing."""
+        names = [*columns, *dict.fromkeys(name for layout in self._layouts for name in layout)]
+        missing = min(self._not_seen, default="")
+        near = difflib.get_close_matches(missing, names, n=1, cutoff=0.4)
+        return f"; for {shown(missing)} did you mean {near[0]!r}?" if near else ""
 
     def needed(self, columns: Iterable[str]) -> list[str]:
         """Return the columns of a table that are read, in the table's order."""
@@ -177,8 +189,7 @@ def _problem(found: dict[str, list[str]], columns: tuple[str, ...]) -> str | Non
     example = guess_mapping(free, missing)
     for role in missing:
         if not any(target.startswith(role) for target in example.values()):
-            others = (name for name in free if name not in example and not _ID.search(name))
-            example[next(others, f"your_{role}")] = role
+            example[f"your_{role}"] = role  # any other column would be a guess by its position alone
     shown_example = ", ".join(f"{shown(name)}: {role}" for name, role in example.items())
     return (
         f"no {' and no '.join(missing)} (it has {listed(columns) or 'no fields'}): say which column it is with "

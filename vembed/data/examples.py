@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from vembed.errors import UserError
@@ -29,6 +29,10 @@ class Item:
 
     text: str | None = None
     images: tuple[ImageRef, ...] = ()
+    prompt: str | None = None
+    """Prompt of this input, in place of the model's. It is no part of the content."""
+    max_length: int | None = None
+    """Limit of this input in tokens, where it is below the model's."""
 
     def key(self) -> int:
         """Return a 63-bit hash of the content, equal on every process and in every run."""
@@ -53,6 +57,30 @@ class Example:
     """File and line, for messages."""
     negative_scores: tuple[float, ...] | None = None
     """One score per negative, by a teacher that scored them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAs:
+    """Prompts and maximum length of the inputs of one source; None: those of the run."""
+
+    query_prompt: str | None = None
+    document_prompt: str | None = None
+    max_length: int | None = None
+
+    def apply(self, example: Example) -> Example:
+        """Return the example with these settings on its items. A prompt that a record gives itself stays."""
+        if self == ReadAs():
+            return example
+
+        def item(one: Item, prompt: str | None) -> Item:
+            return replace(one, prompt=prompt if one.prompt is None else one.prompt, max_length=self.max_length)
+
+        return replace(
+            example,
+            query=item(example.query, self.query_prompt),
+            positives=tuple(item(one, self.document_prompt) for one in example.positives),
+            negatives=tuple(item(one, self.document_prompt) for one in example.negatives),
+        )
 
 
 class BadRecord(UserError):  # noqa: N818 - it names the record, not an error of ours

@@ -19,8 +19,8 @@ from vembed.families.table import Modality
 _ENTRY_BYTES = 400
 """Estimated overhead of one cached entry besides its token ids, in bytes."""
 
-Address = tuple[int, Kind]
-"""Cache key of an item's features: content and kind."""
+Address = tuple[int, Kind, str | None, int | None]
+"""Cache key of an item's features: content, kind, and the item's own prompt and maximum length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,9 @@ class Featuriser:
 
     def features(self, items: Sequence[tuple[Item, Kind]]) -> list[Features]:
         """Return the features of each (item, kind), in order. Reads only the headers of images."""
-        addresses: list[Address] = [(item.key(), self._cache_kind[kind]) for item, kind in items]
+        addresses: list[Address] = [
+            (item.key(), self._cache_kind[kind], item.prompt, item.max_length) for item, kind in items
+        ]
         found = {address: self._cache[address] for address in addresses if address in self._cache}
         missing = {address: item for address, (item, _) in zip(addresses, items, strict=True) if address not in found}
         for modality in self.description.modalities if missing else ():
@@ -134,16 +136,17 @@ class Featuriser:
                 address: Features(modality, length, _key(modality, None, item.images), address[0], None, item.images)
                 for address, item in items.items()
             }
-        prompts = [self._prompts[kind] for _, kind in items]
+        prompts = [self._prompts[kind] if prompt is None else prompt for _, kind, prompt, _ in items]
+        limits = [limit for _, _, _, limit in items]
         if modality == "multimodal":
             assert self._chat is not None
             texts, images = [item.text for item in items.values()], [item.images for item in items.values()]
-            rows = self._chat.encode_with_images(prompts, texts, images)
+            rows = self._chat.encode_with_images(prompts, texts, images)  # an image has no part to cut
         elif self._chat is not None:
-            rows = self._chat.encode_texts(prompts, [item.text or "" for item in items.values()])
+            rows = self._chat.encode_texts(prompts, [item.text or "" for item in items.values()], limits)
         else:
             rows = self._text_processing().encode(
-                [prompt + (item.text or "") for prompt, item in zip(prompts, items.values(), strict=True)]
+                [prompt + (item.text or "") for prompt, item in zip(prompts, items.values(), strict=True)], limits
             )
         fixed = (self._chat or self._text_processing()).padding.fixed_length
         return {

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +88,28 @@ class Index:
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    def subset(self, is_kept: np.ndarray) -> Index:
+        """Return the index of the first records for which `is_kept` is true. Counts are scaled, not counted anew."""
+        chosen = np.flatnonzero(is_kept)
+        share = len(chosen) / max(len(self), 1)
+        scaled = {
+            name: len(chosen) if value == len(self) else round(value * share)
+            for name, value in asdict(self.counts).items()
+        }
+        keys = None
+        if self.keys is not None:
+            parts = [self.keys.of(int(one)) for one in chosen]
+            starts = np.cumsum([0, *map(len, parts)])
+            keys = ContentKeys(np.concatenate(parts) if parts else self.keys.values[:0], starts)
+        return replace(
+            self,
+            starts=self.starts[chosen],
+            sizes=self.sizes[chosen],
+            lines=self.lines[chosen],
+            keys=keys,
+            counts=Counts(**scaled),
+        )
 
 
 def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index:

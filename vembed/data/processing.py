@@ -33,15 +33,37 @@ class TextProcessing:
     def __init__(self, description: ModelDescription) -> None:
         tokenizer = load_tokenizer(description)
         self._encode = _batch_encoder(tokenizer, max_length=description.max_length)
+        self._cut_left = tokenizer.truncation_side == "left"
+        self._tokenizer = tokenizer
+        self._around: tuple[int, int] | None = None
         self.padding = Padding(tokenizer, description)
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the int32 token ids of each text."""
+    def encode(self, texts: Sequence[str], limits: Sequence[int | None] = ()) -> list[np.ndarray]:
+        """Return the int32 token ids of each text. `limits`: a smaller maximum length for each text."""
         rows = [np.asarray(ids, dtype=np.int32) for ids in self._encode(texts)]
         if not all(map(len, rows)):
             empty = next(text for text, row in zip(texts, rows, strict=True) if not len(row))
             raise UserError(f"the text {empty!r:.60} becomes no token at all with this model's tokenizer; take it out")
+        for position, limit in enumerate(limits):
+            if limit is not None and limit < len(rows[position]):
+                rows[position] = self._shorter(rows[position], limit)
         return rows
+
+    def _shorter(self, row: np.ndarray, limit: int) -> np.ndarray:
+        """Return the ids that the tokenizer's own truncation at `limit` would have given."""
+        if self._around is None:
+            before, after = _special_tokens_around(self._tokenizer)
+            self._around = len(before), len(after)
+        num_before, num_after = self._around
+        room = limit - num_before - num_after
+        if room < 1:
+            raise UserError(
+                f"max_length: {limit} of a data source leaves no room for text beside this model's "
+                f"{num_before + num_after} special tokens; raise it"
+            )
+        inner = row[num_before : len(row) - num_after]
+        kept = inner[len(inner) - room :] if self._cut_left else inner[:room]
+        return np.concatenate([row[:num_before], kept, row[len(row) - num_after :]])
 
 
 class ChatProcessing:
@@ -62,17 +84,21 @@ class ChatProcessing:
         self.image_token_id = int(config.to_dict()["image_token_id"])
         self.padding = Padding(tokenizer, description)
 
-    def encode_texts(self, prompts: Sequence[str], texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the int32 token ids of conversations without images.
+    def encode_texts(
+        self, prompts: Sequence[str], texts: Sequence[str], limits: Sequence[int | None] = ()
+    ) -> list[np.ndarray]:
+        """Return the int32 token ids of conversations without images. `limits`: a smaller maximum length for each.
 
         If a text is truncated, the template's last tokens are kept, because the model pools over them.
         """
         rendered = [self._chat.render(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
         rows = []
-        for prompt, text, ids in zip(prompts, rendered, self._encode(rendered), strict=True):
+        own = limits or [None] * len(texts)
+        for prompt, text, ids, limit in zip(prompts, rendered, self._encode(rendered), own, strict=True):
             self._refuse_placeholders(ids, 0)
-            row = self._cut(text, ids)
-            if len(row) >= self._description.max_length:
+            longest = min(limit or self._description.max_length, self._description.max_length)
+            row = self._cut(text, ids, longest)
+            if len(row) >= longest:
                 tail = self._tail(prompt)
                 keep = min(len(tail), len(row))
                 row[len(row) - keep :] = tail[len(tail) - keep :]
@@ -87,7 +113,7 @@ class ChatProcessing:
             self._chat.render(prompt, text, len(shown))
             for prompt, text, shown in zip(prompts, texts, images, strict=True)
         ]
-        rows = []
+        rows, longest = [], self._description.max_length
         for text, ids, shown in zip(rendered, self._encode(rendered), images, strict=True):
             self._refuse_placeholders(ids, len(shown))
             counts = [self._num_tokens(image) for image in shown]
@@ -95,7 +121,7 @@ class ChatProcessing:
             compact = np.asarray(ids, dtype=np.int32)
             repeats = np.ones(len(compact), dtype=np.int64)
             repeats[compact == self.image_token_id] = counts
-            row = np.asarray(self._cut(text, np.repeat(compact, repeats).tolist()), dtype=np.int32)
+            row = np.asarray(self._cut(text, np.repeat(compact, repeats).tolist(), longest), dtype=np.int32)
             if int((row == self.image_token_id).sum()) != sum(counts):
                 raise UserError(
                     f"an item with {len(shown)} image(s) of {sum(counts):,d} tokens does not fit into max_length "
@@ -125,12 +151,12 @@ class ChatProcessing:
                 f"a text contains the model's own placeholder of an image (token {self.image_token_id}); take it out"
             )
 
-    def _cut(self, rendered: str, ids: list[int]) -> list[int]:
+    def _cut(self, rendered: str, ids: list[int], longest: int) -> list[int]:
         """Truncate as the tokenizer does, with room for its special tokens, and add them."""
         before, after = self._before, self._after
         if self._bos is not None and rendered.startswith(self._bos):
             before, after = [], []  # the template has already added them
-        room = self._description.max_length - len(before) - len(after)
+        room = longest - len(before) - len(after)
         if len(ids) > room:
             ids = ids[len(ids) - room :] if self._cut_left else ids[:room]
         return [*before, *ids, *after]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Literal
 
 from vembed.data.columns import Columns, Layout
@@ -19,6 +20,7 @@ SCORED = frozenset({"cosent", "cosine"})
 """Losses that need a score for every pair."""
 MATCHED = frozenset({"infonce", "sigmoid", "triplet"})
 """Losses that take every pair for a match."""
+NO_NEGATIVE = "no negative"
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 _ITEM_KEYS = frozenset({"text", "title", "image", "images", "bytes", "path"})
 
@@ -55,6 +57,8 @@ class RecordFormat:
         if layout.problem:
             raise BadRecord(layout.problem)
         query = self._query(record, layout)
+        if layout.query_prompt is not None:
+            query = self._prompted(query, record[layout.query_prompt], layout.query_prompt)
         positives = self._items(record, layout.positive, layout.positive_image, self._document_is_path)
         if not positives:
             name = layout.positive or layout.positive_image or ""
@@ -79,6 +83,14 @@ class RecordFormat:
         if value is None and not images:
             raise BadRecord(f"{layout.query or layout.query_image} is null")
         return self._item(value, images, self._query_is_path, str(layout.query))
+
+    def _prompted(self, query: Item, prompt: Any, name: str) -> Item:
+        """Return the query with its record's own prompt. An empty cell of a table is none; `""` in JSON is a prompt."""
+        if prompt is None or (prompt == "" and self._numbers_in_text):
+            return query
+        if not isinstance(prompt, str):
+            raise BadRecord(f"{name} is {_described(prompt)}, not a text")
+        return replace(query, prompt=prompt)
 
     def _negatives(self, record: dict[str, Any], layout: Layout) -> tuple[Item, ...]:
         first = layout.negatives[0] if layout.negatives else None
@@ -215,7 +227,7 @@ class RecordFormat:
                 "use loss: cosent or cosine"
             )
         elif loss == "triplet" and not negatives:
-            raise BadRecord("no negative, which loss: triplet needs in every record")
+            raise BadRecord(f"{NO_NEGATIVE}, which loss: triplet needs in every record")
 
 
 def _text(value: str, name: str) -> str:

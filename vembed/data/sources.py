@@ -7,7 +7,7 @@ import itertools
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,13 +18,13 @@ from vembed.config.terms import losses_of
 from vembed.data.batches import ContentKeys
 from vembed.data.cache import IndexCache, cache_folder, short_hash
 from vembed.data.columns import Columns
-from vembed.data.examples import BadRecord, Example
+from vembed.data.examples import BadRecord, Example, ReadAs
 from vembed.data.images import ImageRoot
 from vembed.data.index import NUM_SHOWN, Index, build_index, content_keys
 from vembed.data.messages import joined, listed
 from vembed.data.opening import open_reader
 from vembed.data.readers import Reader
-from vembed.data.records import RecordFormat
+from vembed.data.records import NO_NEGATIVE, RecordFormat
 from vembed.data.tables import Role
 from vembed.errors import UserError
 
@@ -44,6 +44,7 @@ class _Source:
     index: Index
     size: int
     """Number of examples in use, the first ones of the index."""
+    read_as: ReadAs
 
     def example(self, number: int) -> Example:
         start, size, line = self.index.starts[number], self.index.sizes[number], self.index.lines[number]
@@ -52,7 +53,7 @@ class _Source:
             record = self.reader.read(int(start), int(size))
             if isinstance(record, BadRecord):
                 raise record
-            return self.form.example(record, where)
+            return self.read_as.apply(self.form.example(record, where))
         except BadRecord as error:
             raise UserError(f"{where} has changed since the run began ({error}): start again") from error
 
@@ -78,6 +79,7 @@ class _Source:
             parts.append("scored" if counts.scored == num_records else f"{counts.scored:,d} of them scored")
         if self.weight != 1.0:
             parts.append(f"weight {self.weight:g}")
+        parts += [f"{name} {value!r}" for name, value in asdict(self.read_as).items() if value is not None]
         return "data: " + ", ".join(parts)
 
     def hints(self) -> list[str]:
@@ -110,6 +112,14 @@ class ExampleStore:
         self.weights = tuple(source.weight for source in sources)
         self.num_skipped = sum(source.index.num_bad for source in sources)
         """Number of bad records that were skipped."""
+
+    def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
+        """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
+        kept = [_kept(one, is_kept[end - one.size : end]) for one, end in zip(self._sources, self._ends, strict=True)]
+        empty = next((one.name for one in kept if not one.size), None)
+        if empty is not None:
+            raise UserError(f"{note} takes all examples of {empty}; lower it, or give val_data_path")
+        return ExampleStore(kept, short_hash(self.fingerprint, note))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -186,7 +196,7 @@ def open_examples(
     _refuse_bad_records(config, opened, role)
     limit = config.max_train_examples if role == "train" else None
     sources = [
-        _Source(source.name or source.path, source.weight, reader, form, index, size)
+        _Source(source.name or source.path, source.weight, reader, form, index, size, _read_as(source))
         for source, (reader, form, index), size in zip(
             given, opened, _sizes([len(index) for _, _, index in opened], limit), strict=True
         )
@@ -229,13 +239,25 @@ def _open_source(
         began = time.monotonic()
         index = build_index(reader, form, with_keys=with_keys)
         if index.missing:
-            raise UserError(f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has")
+            raise UserError(
+                f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
+            )
         if time.monotonic() - began >= CACHE_AFTER_SECONDS:
             kept.save(index)
     return reader, form, index
 
 
+def _read_as(source: DataSource) -> ReadAs:
+    return ReadAs(source.query_prompt, source.document_prompt, source.max_length)
+
+
 def _refuse_bad_records(config: TrainConfig, opened: Sequence[tuple[Reader, RecordFormat, Index]], role: Role) -> None:
+    for reader, _, index in opened:
+        if index.num_bad and not len(index) and NO_NEGATIVE in index.problems[0]:
+            raise UserError(
+                f"{reader.name}: none of its {index.num_bad:,d} records has a negative, which loss: triplet needs: add "
+                "negatives, take the source out, or use loss: infonce, which takes the others of the batch"
+            )
     indices = [index for _, _, index in opened]
     num_bad, num_good = sum(index.num_bad for index in indices), sum(map(len, indices))
     problems = [problem for index in indices for problem in index.problems][:NUM_SHOWN]
@@ -268,7 +290,15 @@ def _fingerprint(config: TrainConfig, given: Sequence[DataSource], sources: Sequ
     return short_hash(
         options,
         [
-            [one.index.fingerprint, one.size, one.weight, entry.column_mapping]
+            [one.index.fingerprint, one.size, one.weight, entry.column_mapping, *_own(one.read_as)]
             for one, entry in zip(sources, given, strict=True)
         ],
     )
+
+
+def _own(read_as: ReadAs) -> list[tuple[object, ...]]:
+    return [] if read_as == ReadAs() else [astuple(read_as)]
+
+
+def _kept(source: _Source, is_kept: np.ndarray) -> _Source:
+    return replace(source, index=source.index.subset(is_kept), size=int(is_kept.sum()))

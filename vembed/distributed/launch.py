@@ -238,8 +238,8 @@ class _Ranks:
 class _Pump(threading.Thread):
     """Thread that copies a rank's output line by line, with the rank as prefix.
 
-    A traceback and the lines after it are held until the rank has ended, when it is known whether this rank is the
-    cause or only failed because of another one.
+    A traceback or an error, and the lines after it, are held until the rank has ended, when it is known whether this
+    rank is the cause, failed because of another one, or repeats what all ranks say.
     """
 
     lock = threading.Lock()
@@ -257,7 +257,7 @@ class _Pump(threading.Thread):
             for raw in self.pipe:
                 line = f"[rank {self.number}] {raw.decode('utf-8', 'replace').rstrip()}\n"
                 with self.lock:
-                    if self.held or TRACEBACK in line:
+                    if self.held or TRACEBACK in line or raw.startswith(b"error: "):
                         self.held_since = self.held_since if self.held else time.monotonic()
                         self.held.append(line)
                     else:

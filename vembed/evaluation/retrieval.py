@@ -12,6 +12,7 @@ from torch import Tensor
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.evaluation.dataset import RetrievalData
+from vembed.evaluation.queries import NUM_FOUND, QueryResults
 from vembed.inference.encoding import Between, first_dims
 
 QUERY_TILE = 256
@@ -33,21 +34,26 @@ def retrieval_metrics(
     normalize: bool = True,
     session: Session | None = None,
     between: Between | None = None,
+    queries: QueryResults | None = None,
 ) -> dict[str, float]:
     """Return `ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings, and `dim<d>/ndcg@k` for their first d
     coordinates, normalised first if `normalize`. A document with the query's own content is excluded unless the data
     mark it as relevant.
 
     With a session of several ranks it is collective: every rank passes the same embeddings, searches for a part of the
-    queries, and gets the same scores. `between` is called after each tile, equally often on all ranks.
+    queries, and gets the same scores. `between` is called after each tile, equally often on all ranks. `queries` gets
+    the results of each query, for the whole embeddings.
     """
     excluded = own_documents(data)
     full = queries_QD.shape[1]
     scores: dict[str, float] = {}
     means: dict[int, dict[str, float]] = {}
     for dim in dict.fromkeys([full, *dims]):
-        queries, documents = (first_dims(matrix, dim, normalize) for matrix in (queries_QD, documents_ND))
-        means[dim] = _mean_over_ranks(queries, documents, data, ks, excluded=excluded, session=session, between=between)
+        first, second = (first_dims(matrix, dim, normalize) for matrix in (queries_QD, documents_ND))
+        keep = queries if dim == full else None
+        means[dim] = _mean_over_ranks(
+            first, second, data, ks, excluded=excluded, session=session, between=between, keep=keep
+        )
     scores.update(means[full])
     for dim in dims:
         scores.update({f"dim{dim}/{name}": value for name, value in means[dim].items()})
@@ -72,6 +78,7 @@ def _mean_over_ranks(
     excluded: np.ndarray,
     session: Session | None,
     between: Between | None,
+    keep: QueryResults | None,
 ) -> dict[str, float]:
     rank, world_size = (session.rank, session.world_size) if session else (0, 1)
     device = session.device if session else torch.device("cpu")
@@ -88,12 +95,20 @@ def _mean_over_ranks(
         between=between,
     )
     names, values = score_rankings(rankings, [data.relevance[index] for index in own], ks)
+    order, counts = np.concatenate(owners), [len(one) for one in owners]
     gathered = torch.from_numpy(values)
     if world_size > 1:
-        gathered = collectives.all_gather_rows(gathered.to(device), [len(one) for one in owners]).cpu()
+        gathered = collectives.all_gather_rows(gathered.to(device), counts).cpu()
     # Sum in the order of the queries, so that rounding does not depend on the number of processes.
     by_query = np.empty((len(queries_QD), len(names)))
-    by_query[np.concatenate(owners)] = gathered.numpy()
+    by_query[order] = gathered.numpy()
+    if keep is not None:
+        found = torch.from_numpy(np.ascontiguousarray(rankings[:, :NUM_FOUND]))
+        if world_size > 1:
+            found = collectives.all_gather_rows(found.to(device), counts).cpu()
+        keep.names, keep.values = names, by_query
+        keep.found = np.empty((len(order), found.shape[1]), np.int64)
+        keep.found[order] = found.numpy()
     return dict(zip(names, by_query.mean(axis=0).tolist(), strict=True))
 
 

@@ -16,7 +16,8 @@ from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.evaluation.dataset import EvalData, RetrievalData, Task, open_eval_data
+from vembed.evaluation.dataset import EvalData, RetrievalData, ScoredPairs, Task, open_eval_data
+from vembed.evaluation.queries import QueryResults
 from vembed.evaluation.retrieval import retrieval_metrics
 from vembed.evaluation.similarity import similarity_metrics
 from vembed.families.description import ModelDescription
@@ -51,6 +52,13 @@ def evaluate(
     folder's qrels, by default test. `session`: the session of the processes that call this together. The keys of the
     result are `ndcg@10`, `dim256/ndcg@10`, ... or `spearman`, ...
     """
+    if not isinstance(data, str | Path | RetrievalData | ScoredPairs):
+        raise UserError(
+            f"data is a {type(data).__name__}; give the path of a file of pairs or of a BEIR-style folder, or what "
+            "vembed.evaluation.dataset.from_examples returns"
+        )
+    if not isinstance(model, str | Path | Embedder):
+        raise UserError(f"model is a {type(model).__name__}; give the path of a model, its Hub name or an Embedder")
     name = model.description.name if isinstance(model, Embedder) else str(model)
     config = TrainConfig(
         model_name=name,
@@ -89,12 +97,14 @@ def evaluate_model(
     say: Callable[[str], object] | None = None,
     between: Between | None = None,
     kept: KeptFeatures | None = None,
+    queries: QueryResults | None = None,
 ) -> dict[str, float]:
     """Score a model in memory, sharded or not. Collective: every rank calls it and gets the same scores.
 
     `budget_tokens`: a budget known to fit; `eval_batch_tokens` overrides it. `say` gets occasional lines in a long
     evaluation, instead of the bar of `show_progress`. `between` is called after each micro-batch and each score tile on
-    all ranks, and may raise to end the evaluation. `kept`: cached features of frozen towers.
+    all ranks, and may raise to end the evaluation. `kept`: cached features of frozen towers. `queries` gets the
+    results of each query of retrieval data.
     """
     description = featuriser.description
     device = session.device if session else next(model.parameters()).device
@@ -125,10 +135,10 @@ def evaluate_model(
         return embeddings[:, :full]
 
     if isinstance(data, RetrievalData):
-        queries, documents = encode(data.queries, "query"), encode(data.documents, "document")
+        asked, documents = encode(data.queries, "query"), encode(data.documents, "document")
         ks = sorted({*config.eval_ks, REPORTED_K})
         return retrieval_metrics(
-            queries, documents, data, ks, sizes, normalize=normalize, session=session, between=between
+            asked, documents, data, ks, sizes, normalize=normalize, session=session, between=between, queries=queries
         )
     first, second = encode(data.first, "query"), encode(data.second, "document")
     return similarity_metrics(first, second, data.scores, sizes, normalize=normalize)

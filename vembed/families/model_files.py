@@ -21,6 +21,8 @@ from vembed.errors import UserError
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+RUN_CONFIG, CHECKPOINT_STATE = "config.yaml", "state.json"
+"""Files that tell a run's folder and a checkpoint from a model."""
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 _NOT_WANTED = ["onnx/*", "openvino/*", "consolidated*", "original/*", "*.onnx*"]
 _POOLING_FLAGS = {
@@ -38,7 +40,7 @@ def model_folder(name: str, revision: str | None = None, *, option: str = "model
     """Return the local folder of a model; a Hub model is downloaded into the Hub's cache first."""
     path = Path(name).expanduser()
     if path.is_dir():
-        return path.resolve()
+        return _inside_a_run(path, option).resolve()
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise UserError(f"{option}: {name} is not a folder; give an existing folder or a Hub name such as org/model")
     try:
@@ -59,6 +61,27 @@ def model_folder(name: str, revision: str | None = None, *, option: str = "model
             f"{option}: {name}{at} is not a folder here, is not in the Hub's cache, and the Hub cannot be reached; "
             "give a local folder, or fetch it once while online"
         ) from error
+
+
+def _inside_a_run(path: Path, option: str) -> Path:
+    """Return the model's folder: `final/` of a run's folder, otherwise the folder itself."""
+    if (path / "config.json").is_file() or (path / "modules.json").is_file() or (path / ADAPTER_CONFIG).is_file():
+        return path
+    if (path / CHECKPOINT_STATE).is_file():
+        raise UserError(
+            f"{option}: {path} is a checkpoint, the state of a run and not a model: "
+            f"`vembed export {path} FOLDER` makes a model of it"
+        )
+    if not (path / RUN_CONFIG).is_file():
+        return path
+    if (path / "final").is_dir():
+        return path / "final"
+    checkpoints = sorted(
+        (one for one in path.glob("checkpoint-*") if one.name.removeprefix("checkpoint-").isdecimal()),
+        key=lambda one: int(one.name.removeprefix("checkpoint-")),
+    )
+    way = f"; `vembed export {checkpoints[-1]} FOLDER` makes a model of its newest checkpoint" if checkpoints else ""
+    raise UserError(f"{option}: {path} is a run that has not finished, so it has no final/: resume it{way}")
 
 
 def read_json(path: Path) -> Any:

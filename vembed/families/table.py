@@ -38,6 +38,8 @@ class Starter:
     use_lora: bool = False
     head_learning_rate: float | None = None
     image_model_name: str | None = None
+    temperature: float = 0.05
+    """The learned one of the model that is named, where it has learned one."""
     retrieval_mode: str | None = None
     """Mode in which plain strings of the data are paths of images."""
 
@@ -156,6 +158,7 @@ _RECORDS = (
             max_length=77,
             batch_size=128,
             learning_rate=1e-5,
+            temperature=0.01,
         ),
     ),
     Family(
@@ -176,6 +179,7 @@ _RECORDS = (
             max_length=64,
             batch_size=128,
             learning_rate=1e-5,
+            temperature=0.01,
         ),
     ),
     Family(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from vembed.data.examples import ImageRef, Item, Kind
 from vembed.data.features import Featuriser
@@ -18,12 +19,13 @@ from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.families.table import Pooling
 from vembed.inference.encoding import default_budget, encode_items, first_dims
+from vembed.inference.quantization import Precision, quantized
 from vembed.models.embedding_model import load_embedder
 from vembed.models.hidden_states import HiddenStates
 from vembed.progress import ProgressReport
 
-Input = str | Image.Image | Mapping[str, Any] | Item
-"""A text, an image, {"text": ..., "image": path, image or a list of them}, or an Item."""
+Input = str | Path | Image.Image | Mapping[str, Any] | Item
+"""A text, an image or its Path, {"text": ..., "image": path, image or a list of them}, or an Item."""
 
 PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
 
@@ -49,7 +51,14 @@ class Embedder:
         keeps the first coordinates of every embedding. `session`: of processes that use this Embedder together; all of
         them make each call, with the same inputs, share the work and get the same result. Where its strategy is fsdp,
         each holds a shard of the model."""
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._arguments = {
+            "path_or_name": str(path_or_name),
+            "device": None if device is None else str(device),
+            "torch_dtype": torch_dtype,
+            "truncate_dim": truncate_dim,
+            "trust_remote_code": trust_remote_code,
+        }
+        chosen = _device(device)
         if session is not None:
             chosen = session.device
         model = load_embedder(
@@ -72,28 +81,54 @@ class Embedder:
         self.device = chosen
         self.truncate_dim = self._checked(truncate_dim) or self.description.truncate_dim
 
+    def __repr__(self) -> str:
+        one = self.description
+        return (
+            f"Embedder({self._arguments['path_or_name']!r}: {one.family}, {', '.join(one.modalities)}, "
+            f"{self.truncate_dim or one.embedding_dim} dimensions, {one.max_length:,d} tokens, on {self.device})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the arguments: a pickled Embedder loads its model again where it is unpickled."""
+        if self.session is not None:
+            raise UserError("an Embedder with a session cannot be pickled: each process makes its own")
+        return self._arguments
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
     def encode(
         self,
         inputs: Input | Sequence[Input],
         kind: Kind = "document",
         *,
+        prompt: str | None = None,
         batch_size: int | None = None,
         truncate_dim: int | None = None,
         normalize: bool | None = None,
+        normalize_embeddings: bool | None = None,
+        precision: Precision = "float32",
+        convert_to_tensor: bool = False,
         show_progress: bool = False,
+        show_progress_bar: bool = False,
     ) -> np.ndarray:
         """Return [n, d] float32 embeddings in the order of the inputs; [d] for a single input that is not in a list.
 
-        `kind` chooses the prompt. `batch_size` limits the inputs per forward pass, which their padded length limits
+        `kind` chooses the prompt, and `prompt` gives another one. `normalize_embeddings` and `show_progress_bar` are
+        the names that Sentence Transformers has for `normalize` and `show_progress`. `precision`: float32, int8,
+        uint8, binary or ubinary. `convert_to_tensor`: a torch tensor on the model's device. `batch_size` limits the
+        inputs per forward pass, which their padded length limits
         too. `normalize`: true normalises each vector after truncation, false returns the model's output. By default the
         values equal those of Sentence Transformers: normalised if the model says so, then cut by `truncate_dim`.
         """
         if kind not in ("query", "document"):
             raise UserError(f"kind is {kind!r}; give query or document")
-        single = isinstance(inputs, str | Image.Image | Mapping | Item)
-        given: Sequence[Input] = [inputs] if isinstance(inputs, str | Image.Image | Mapping | Item) else inputs
+        single = isinstance(inputs, str | Path | Image.Image | Mapping | Item)
+        given: Sequence[Input] = [inputs] if isinstance(inputs, str | Path | Image.Image | Mapping | Item) else inputs
         items = [to_item(one) for one in given]
-        with ProgressReport("encoding", active=show_progress) as progress:
+        if prompt is not None:
+            items = [replace(one, prompt=prompt) for one in items]
+        with ProgressReport("encoding", active=show_progress or show_progress_bar) as progress:
             full = encode_items(
                 self.model,
                 self.featuriser,
@@ -105,8 +140,21 @@ class Embedder:
                 normalize=False,
                 progress=progress,
             )
-        vectors = self.finish(full, self._checked(truncate_dim) or self.truncate_dim, normalize)
-        return vectors[0] if single else vectors
+        wanted = normalize if normalize_embeddings is None else normalize_embeddings
+        vectors = quantized(self.finish(full, self._checked(truncate_dim) or self.truncate_dim, wanted), precision)
+        found = vectors[0] if single else vectors
+        if convert_to_tensor:
+            tensor: Any = torch.from_numpy(found).to(self.device)
+            return tensor  # type: ignore[no-any-return]
+        return found
+
+    def encode_query(self, inputs: Input | Sequence[Input], **options: Any) -> np.ndarray:
+        """Return the embeddings of queries: `encode` with kind="query"."""
+        return self.encode(inputs, "query", **options)
+
+    def encode_document(self, inputs: Input | Sequence[Input], **options: Any) -> np.ndarray:
+        """Return the embeddings of documents: `encode` with kind="document"."""
+        return self.encode(inputs, "document", **options)
 
     def score(self, pairs: Sequence[tuple[Input, Input]], *, batch_size: int | None = None) -> np.ndarray:
         """[n] float32 similarities of given (query, document) pairs, in their order, as the model was trained: cosine
@@ -131,7 +179,7 @@ class Embedder:
         Layer 0 is what goes into the first transformer layer, layer k what the k-th one gives, before any last norm;
         -1 is the last. `pooling`: by default the model's own.
         """
-        given: Sequence[Input] = [inputs] if isinstance(inputs, str | Image.Image | Mapping | Item) else inputs
+        given: Sequence[Input] = [inputs] if isinstance(inputs, str | Path | Image.Image | Mapping | Item) else inputs
         states = HiddenStates(self.model, self.backbone, self.description, layers, pooling)
         items = [to_item(one) for one in given]
         if any(item.images for item in items):
@@ -158,7 +206,11 @@ class Embedder:
     def similarity(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return [n, m] similarities of embeddings [n, d] and [m, d] (or of single ones) by the model's measure:
         cosine or dot product."""
-        first, second = np.atleast_2d(a), np.atleast_2d(b)
+        first, second = _embeddings("a", a), _embeddings("b", b)
+        if first.shape[1] != second.shape[1]:
+            raise UserError(
+                f"a has {first.shape[1]} dimensions and b has {second.shape[1]}; encode both with one model"
+            )
         if self.description.similarity == "cosine":
             first, second = (first_dims(vectors, vectors.shape[1], True) for vectors in (first, second))
         result: np.ndarray = first @ second.T
@@ -180,13 +232,43 @@ def pair_similarities(first_ND: np.ndarray, second_ND: np.ndarray, *, normalize:
     return found
 
 
+def _device(asked: str | torch.device | None) -> torch.device:
+    """Return the device: the one asked for, by default the GPU if there is one."""
+    if asked is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise UserError(f"device is {asked!r}; give cpu, cuda, or cuda:1 for the second GPU") from error
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise UserError(
+            f"device is {str(asked)!r}, and this machine shows {num_gpus} GPU(s); give cpu, or leave it out"
+        )
+    return device
+
+
+def _embeddings(name: str, given: Any) -> np.ndarray:
+    """Return embeddings as [n, d] float32."""
+    try:
+        array: np.ndarray = np.asarray(given.cpu() if isinstance(given, Tensor) else given, dtype=np.float32)
+    except (TypeError, ValueError):
+        array = np.zeros(0, dtype=np.float32)
+    if array.ndim not in (1, 2) or not array.size:
+        raise UserError(
+            f"{name} is {given!r:.60}; similarity takes embeddings, one or a matrix of them: encode texts and images "
+            "first"
+        )
+    return np.atleast_2d(array)
+
+
 def to_item(given: Input) -> Item:
     """Convert an input to an Item."""
     if isinstance(given, Item):
         return given
     if isinstance(given, str):
         return Item(text=given)
-    if isinstance(given, Image.Image):
+    if isinstance(given, Image.Image | Path):
         return Item(images=(_image_ref(given),))
     if isinstance(given, Mapping):
         unknown = sorted(set(given) - {"text", "image", "images"})

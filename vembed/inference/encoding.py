@@ -90,7 +90,7 @@ def encode_items(
     """
     rank, world_size = (session.rank, session.world_size) if session else (0, 1)
     device = session.device if session else _device_of(model)
-    contents, where = distinct(items, key=Item.key)
+    contents, where = distinct(items, key=lambda item: (item.key(), item.prompt, item.max_length))
     embeddings: np.ndarray | None = None
     feeder = Feeder(featuriser, device)
     reporter = _Reporter(progress, len(items), len(contents), world_size)

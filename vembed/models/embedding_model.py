@@ -213,7 +213,7 @@ def load_embedder(
     `computes_on` and `meta`: as in `build_model`, for a model that will be sharded."""
     config = TrainConfig(
         model_name=str(directory),
-        data_path=[],
+        data_path="-",
         torch_dtype=torch_dtype,
         pure_dtype=True,
         trust_remote_code=trust_remote_code,

@@ -36,6 +36,13 @@ class Page:
     """Headline for a run without an evaluation."""
     sentence: str
     warnings: Sequence[str]
+    verdict: str
+    """Whether the change is more than chance; empty if not known."""
+    explanations: Sequence[str]
+    """One sentence for each metric."""
+    better: Table | None
+    worse: Table | None
+    """Queries that changed most."""
     scores: Table
     all_scores: Table
     dims: Table | None
@@ -126,6 +133,8 @@ def render(page: Page) -> str:
         _warnings(page.warnings),
         _scores(page),
         _dims(page),
+        _section("Queries that got better", _table(page.better, plain=True)) if page.better else "",
+        _section("Queries that got worse", _table(page.worse, plain=True)) if page.worse else "",
         _section("Over time", _figures(page.figures)) if page.figures else "",
         _section("The run", _facts(page.facts)),
         _section("Use the model", _use(page.model_dir)),
@@ -164,15 +173,23 @@ def _warnings(warnings: Sequence[str]) -> str:
 
 def _scores(page: Page) -> str:
     if not page.scores.rows:
-        return _section("Scores", '<p class="lead">Nothing was evaluated: give <code>val_data_path</code>.</p>')
+        return _section(
+            "Scores",
+            '<p class="lead">Nothing was evaluated: set <code>val_split: 0.1</code>, or give '
+            "<code>val_data_path</code>.</p>",
+        )
     more = ""
     if len(page.all_scores.rows) > len(page.scores.rows):
         more = f"<details><summary>All {len(page.all_scores.rows)} metrics</summary>{_table(page.all_scores)}</details>"
     tables = _table(page.scores) + more
+    if page.explanations:
+        lines = "".join(f"<li>{escape(line)}</li>" for line in page.explanations)
+        tables += f'<details><summary>What the metrics mean</summary><ul class="meanings">{lines}</ul></details>'
     if page.scores_svg:
         heading = f"<h3>{escape(page.label)}<small>over the steps; the ring marks the weights kept</small></h3>"
         tables = f'<div class="pair"><div>{tables}</div><div>{heading}{page.scores_svg}</div></div>'
-    return _section("Before and after", tables)
+    verdict = f'<p class="lead">{escape(page.verdict)}</p>' if page.verdict else ""
+    return _section("Before and after", verdict + tables)
 
 
 def _dims(page: Page) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,22 @@ import yaml
 from vembed.progress import duration
 from vembed.report.page import Figure, Page, render
 from vembed.report.plots import Curve, curve_svg, dims_svg, evaluations_svg
+from vembed.report.queries import NO_DIFFERENCE, Changed, Comparison, Interval, compare_queries
 from vembed.report.record import TABLE, RunRecord, Table, metric_name, read_run, short_name
+
+MEANINGS = {
+    "ndcg": "how well the first {k} results are ordered; 1 if all relevant documents come first.",
+    "mrr": "one divided by the place of the first relevant document among the first {k}; 1 if it is always first.",
+    "recall": "share of the relevant documents that are among the first {k} results.",
+    "map": "precision at each relevant document among the first {k}, averaged; rewards finding all of them early.",
+    "spearman": "whether the similarities order the pairs as the given scores do; 1 if exactly, 0 if not at all.",
+    "pearson": "whether the similarities grow linearly with the given scores; 1 if exactly.",
+}
+"""One sentence for each metric."""
+HOW_TO_EVALUATE = "set val_split: 0.1, or give val_data_path"
+PER_STEP = ("loss", "learning_rate", "grad_norm")
+"""Curves that are recorded for every step, in this order after the step's number."""
+_NONE: Mapping[str, Interval] = {}
 
 MAX_POINTS = 600
 """Largest number of points per curve. More make the page larger without being visible."""
@@ -27,8 +42,11 @@ def write_report(output_dir: str | Path) -> Path:
     return path
 
 
-def score_table(record: RunRecord, keys: tuple[str, ...] | None = None, prefix: str = "") -> Table:
-    """Return a table of metrics before and after: the given ones, or all that were measured."""
+def score_table(
+    record: RunRecord, keys: tuple[str, ...] | None = None, prefix: str = "", intervals: Mapping[str, Interval] = _NONE
+) -> Table:
+    """Return a table of metrics before and after: the given ones, or all that were measured. With `intervals`, a column
+    of the 95 % intervals of the changes."""
     before, after = record.before, record.after
     measured = after or before
     wanted = keys or tuple(key for key in measured if "/" not in key or key.startswith("guard/"))
@@ -36,8 +54,38 @@ def score_table(record: RunRecord, keys: tuple[str, ...] | None = None, prefix: 
     for key in wanted:
         if prefix + key in measured:
             old, new = before.get(prefix + key), after.get(prefix + key)
-            rows.append((metric_name(key), number(old), number(new), change(old, new)))
-    return Table(("metric", "before", "after", "change"), tuple(rows))
+            interval = (str(intervals[key]) if key in intervals else "",) if intervals else ()
+            rows.append((metric_name(key), number(old), number(new), change(old, new), *interval))
+    header = ("metric", "before", "after", "change", *(("95 % interval of the change",) if intervals else ()))
+    return Table(header, tuple(rows))
+
+
+def comparison(record: RunRecord) -> Comparison | None:
+    """Return the comparison of the queries before training and with the weights kept, where both were recorded."""
+    if not record.before or record.final is None:
+        return None
+    return compare_queries(record.folder, 0, record.final.step, record.headline)
+
+
+def explanations(record: RunRecord, keys: tuple[str, ...]) -> list[str]:
+    """Return one sentence for each metric of the first table."""
+    found = []
+    for key in keys:
+        base, _, cut = key.partition("@")
+        if key in (record.after or record.before) and base in MEANINGS:
+            found.append(f"{metric_name(key)}: {MEANINGS[base].format(k=cut)}")
+    return found
+
+
+def verdict(record: RunRecord, found: Comparison | None) -> str:
+    """Return whether the change of the deciding metric is more than chance, in one sentence; empty if not known."""
+    interval = found.intervals.get(record.headline) if found else None
+    if found is None or interval is None:
+        return ""
+    counts = f"{found.num_better:,d} of {found.num_queries:,d} queries got better and {found.num_worse:,d} worse"
+    if not interval.is_clear:
+        return f"{metric_name(record.headline)}: {NO_DIFFERENCE}; {counts}."
+    return f"{counts[0].upper()}{counts[1:]}; the change of {metric_name(record.headline)} is more than chance."
 
 
 def dims_table(record: RunRecord) -> Table:
@@ -90,13 +138,17 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
     last = record.steps[-1] if record.steps else {}
     final = record.final
     pairs = [
-        ("Model", summary.model or str(config.get("model_name", ""))),
+        ("Model", _short_paths(summary.model or str(config.get("model_name", "")))),
         ("Trained", trained),
         (
             "Training data",
-            "\n".join(line.removeprefix("data: ") for line in summary.data) or _paths(config["data_path"]),
+            _short_paths("\n".join(line.removeprefix("data: ") for line in summary.data))
+            or _paths(config["data_path"]),
         ),
-        ("Evaluation data", summary.evaluation or str(config.get("val_data_path") or "none (set val_data_path)")),
+        (
+            "Evaluation data",
+            _short_paths(summary.evaluation or str(config.get("val_data_path") or f"none ({HOW_TO_EVALUATE})")),
+        ),
         ("Loss", f"{config.get('loss', '')}, last value {last['loss']:.4f}" if _is_number(last.get("loss")) else ""),
         ("Weights kept", f"those after step {final.step:,d}" if final else ""),
         ("Strategy", summary.strategy),
@@ -118,13 +170,21 @@ def curves(record: RunRecord) -> list[Curve]:
     ]
     found = []
     for key, title, note, write in wanted:
-        read = [(line["step"], _peak_memory(line) if key == "memory" else line.get(key)) for line in record.steps]
+        read = _recorded(record, key)
         points = [(float(step), float(value)) for step, value in read if value is not None and _is_number(value)]
-        if len(points) > 1:
+        if len(points) > 1 and any(value for _, value in points):
             steps, values = _thinned(points)
             from_zero, noisy = key not in ("loss", "grad_norm"), key not in ("learning_rate", "memory")
             found.append(Curve(title, note, steps, values, write, from_zero, noisy))
     return found
+
+
+def _recorded(record: RunRecord, key: str) -> list[tuple[Any, Any]]:
+    """Return (step, value) of each step where it was recorded, else of each logged line."""
+    if key in PER_STEP and all(line.get("steps") for line in record.steps):
+        place = 1 + PER_STEP.index(key)
+        return [(one[0], one[place]) for line in record.steps for one in line["steps"]]
+    return [(line["step"], _peak_memory(line) if key == "memory" else line.get(key)) for line in record.steps]
 
 
 def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -140,6 +200,8 @@ def html(record: RunRecord) -> str:
     """Return the whole page."""
     key, label = record.headline, metric_name(record.headline)
     before, after = record.before.get(key), record.after.get(key)
+    found = comparison(record)
+    intervals = found.intervals if found else _NONE
     figures = [
         Figure(curve.title, curve.note, curve.write(curve.values[-1]), curve_svg(curve)) for curve in curves(record)
     ]
@@ -155,17 +217,21 @@ def html(record: RunRecord) -> str:
             fallback=_fallback(record),
             sentence=sentence(record),
             warnings=record.summary.warnings,
-            scores=score_table(record, TABLE),
+            verdict=verdict(record, found),
+            explanations=explanations(record, TABLE),
+            better=changed_table(found.better) if found and found.better else None,
+            worse=changed_table(found.worse) if found and found.worse else None,
+            scores=score_table(record, TABLE, intervals=intervals),
             all_scores=score_table(record),
             dims=dims_table(record) if record.dims else None,
             dims_svg=_dims_svg(record),
             scores_svg=_evaluations_svg(record),
             figures=figures,
             facts=facts(record),
-            changed=yaml.safe_dump(record.changed_settings(), sort_keys=False, allow_unicode=True),
-            settings=Table(("option", "value"), tuple((k, _plain(v)) for k, v in record.config.items())),
+            changed=_short_paths(yaml.safe_dump(record.changed_settings(), sort_keys=False, allow_unicode=True)),
+            settings=Table(("option", "value"), tuple((k, _short_paths(_plain(v))) for k, v in record.config.items())),
             versions=Table(("package", "version"), tuple(record.summary.versions.items())),
-            model_dir=str(record.folder / "final"),
+            model_dir=f"{record.folder.resolve().name}/final",
         )
     )
 
@@ -181,22 +247,51 @@ def markdown(record: RunRecord) -> str:
     parts = [f"# {head}", sentence(record)]
     parts += [f"> Warning: {warning}" for warning in record.summary.warnings]
     if record.headline:
-        parts += ["## Before and after", _markdown_table(score_table(record))]
+        found = comparison(record)
+        parts += ["## Before and after", *([verdict(record, found)] if found else [])]
+        parts.append(_markdown_table(score_table(record, intervals=found.intervals if found else _NONE)))
+        parts.append("\n".join(f"- {line}" for line in explanations(record, TABLE)))
+        for title, changed in (("better", found.better), ("worse", found.worse)) if found else ():
+            if changed:
+                parts += [f"## Queries that got {title}", _markdown_table(changed_table(changed))]
     if record.dims:
         parts += [f"## {metric_name(key)} by number of dimensions", _markdown_table(dims_table(record))]
     parts += ["## Run", "\n".join(f"- {name}: {value.replace(chr(10), '; ')}" for name, value in facts(record))]
-    changed = yaml.safe_dump(record.changed_settings(), sort_keys=False, allow_unicode=True)
-    parts += ["## Settings", f"What differs from the defaults:\n\n```yaml\n{changed}```"]
+    settings = yaml.safe_dump(record.changed_settings(), sort_keys=False, allow_unicode=True)
+    parts += ["## Settings", f"What differs from the defaults:\n\n```yaml\n{_short_paths(settings)}```"]
     if record.summary.versions:
         parts += ["## Versions", ", ".join(f"{name} {version}" for name, version in record.summary.versions.items())]
     return "\n\n".join(parts) + "\n"
 
 
 def _fallback(record: RunRecord) -> str:
-    losses = [line["loss"] for line in record.steps if _is_number(line.get("loss"))]
-    if len(losses) > 1:
-        return f"Loss {losses[0]:.3f} -> {losses[-1]:.3f}"
-    return "No step was logged" if not losses else f"Loss {losses[0]:.3f}"
+    if not record.steps:
+        return "No step was logged"
+    return "Not evaluated"  # two losses of different batches are no result
+
+
+def changed_table(queries: Sequence[Changed]) -> Table:
+    """Return a table of queries with what should be found and what was found first, before and after."""
+    rows = [
+        (one.query["text"] or ", ".join(one.query["images"]), _shown_items(one.relevant), _first(one.found_before),
+         _first(one.found_after), f"{one.before:.3f} -> {one.after:.3f}")
+        for one in queries
+    ]  # fmt: skip
+    return Table(("query", "relevant", "found before", "found after", "score"), tuple(rows))
+
+
+def _first(found: Sequence[tuple[Mapping[str, Any], bool]]) -> str:
+    """Return the first document found, marked if it is relevant."""
+    if not found:
+        return "nothing"
+    item, is_relevant = found[0]
+    return f"{'[relevant] ' if is_relevant else ''}{_shown_items([item])}"
+
+
+def _shown_items(items: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(
+        " ".join([*([one["text"]] if one["text"] else []), *map(short_name, one["images"])]) for one in items
+    )
 
 
 def _dims_svg(record: RunRecord) -> str:
@@ -234,7 +329,7 @@ def _power(value: float) -> str:
 
 def _short_paths(text: str) -> str:
     """Shorten absolute paths to their last parts."""
-    return re.sub(r"(?<!\S)/\S*/(?=[^/\s])", "", text)
+    return re.sub(r"(?<![^\s'\"\[{(,:])/[^\s'\",]*/(?=[^/\s])", "", text)
 
 
 def _rate(value: float) -> str:
@@ -258,4 +353,4 @@ def _is_number(value: Any) -> bool:
 
 def _markdown_table(table: Table) -> str:
     rows = [table.header, tuple("---" if i == 0 else "---:" for i in range(len(table.header))), *table.rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)

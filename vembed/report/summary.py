@@ -31,6 +31,8 @@ class RunSummary:
     """The deciding metric, e.g. ndcg@10. Empty: derived from the measured ones."""
     final_step: int | None = None
     """The step whose weights are in `final/`. None: the last one."""
+    num_steps: int | None = None
+    """Optimizer steps of the run."""
     num_examples: int | None = None
     num_parameters: int | None = None
     num_trainable: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -44,6 +45,8 @@ class Card:
     scores: Mapping[str, float] = field(default_factory=dict)
     before: Mapping[str, float] = field(default_factory=dict)
     """The same metrics before training."""
+    evaluation: str = ""
+    """Sizes of the evaluation data."""
     num_steps: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -64,6 +67,10 @@ def render_card(description: ModelDescription, card: Card, *, adapter_alone: boo
     front["pipeline_tag"] = "sentence-similarity" if description.modalities == ("text",) else "feature-extraction"
     if name is not None:
         front["base_model"] = name
+    base = _front_matter(Path(description.source))
+    front |= {key: base[key] for key in ("license", "license_name", "license_link", "language") if key in base}
+    if card.scores:
+        front["model-index"] = [_model_index(card)]
     sections = [
         "---\n" + yaml.safe_dump(front, sort_keys=False) + "---",
         _what(description, name),
@@ -73,6 +80,34 @@ def render_card(description: ModelDescription, card: Card, *, adapter_alone: boo
         _training(card),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _front_matter(folder: Path) -> dict[str, Any]:
+    """Return the metadata of the base model's card: a tuned model has its licence. Empty without a readable card."""
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    if not text.startswith("---\n"):
+        return {}
+    try:
+        found = yaml.safe_load(text[4:].partition("\n---")[0])
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _model_index(card: Card) -> dict[str, Any]:
+    """Return the scores in the form in which the Hub shows them."""
+    task = "STS" if "spearman" in card.scores else "Retrieval"
+    metrics = [
+        {"type": key.replace("@", "_at_"), "name": key, "value": round(value, 5)}
+        for key, value in card.scores.items()
+        if "/" not in key
+    ]
+    data = {"name": card.evaluation or "validation data", "type": "validation"}
+    return {
+        "name": "embedding model tuned by vembed",
+        "results": [{"task": {"type": task}, "dataset": data, "metrics": metrics}],
+    }
 
 
 def base_model_name(description: ModelDescription) -> str | None:

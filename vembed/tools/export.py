@@ -12,16 +12,22 @@ log = logging.getLogger("vembed")
 
 
 def run_export(model: str, output: str, *, merge: bool = False) -> Path:
-    """Copy `model` (the final/ of a run, or an adapter) to the new folder `output`. With `merge`, write whole
-    weights."""
+    """Copy `model` (a model, a run or an adapter) to the new folder `output`. A checkpoint is made into a model. With
+    `merge`, write whole weights."""
     target = Path(output)
     if target.exists():
         raise UserError(f"{target} exists already; give a new folder")
-    from vembed.families.model_files import (
-        read_model,
-    )  # imported late: torch takes seconds, and the check above needs none of it
+    # Imported late: torch takes seconds, and the check above needs none of it.
+    from vembed.families.model_files import read_model
+    from vembed.weights.checkpoints import is_checkpoint, whole_model
 
+    if is_checkpoint(Path(model).expanduser()):
+        made = whole_model(model, target)
+        assert made is not None
+        return made
     files = read_model(model)
+    if not any(files.backbone.rglob("*.safetensors")) and files.adapter is None:
+        raise UserError(f"{model} has no weights (*.safetensors), so there is no model to copy")
     if not merge:
         shutil.copytree(files.folder, target)
         return target

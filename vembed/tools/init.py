@@ -1,24 +1,36 @@
-"""`vembed init`: a commented starter config for a kind of model and a data file, whose columns are inspected."""
+"""`vembed init`: a commented starter config for a data file, whose columns and sizes are looked at, and a model."""
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.options import join_words, nearest
-from vembed.data.columns import Columns, guess_mapping
-from vembed.data.delimited import delimiter_of
+from vembed.data.columns import Columns
 from vembed.errors import UserError
-from vembed.families.table import FAMILIES, Family, named
+from vembed.families.table import FAMILIES, Family, Starter, named
+from vembed.start import values
+from vembed.start.ask import confirm, is_terminal
+from vembed.start.guess import guess
+from vembed.start.sample import FileSample, read_sample
 
-NUM_RECORDS = 20
-"""Number of records to inspect."""
-MAX_LINE = 1_000_000
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What was found in the data file."""
+
+    sample: FileSample
+    mapping: dict[str, str]
+    loss: str
+    about: str
+    """One line on the records."""
+    guesses: dict[str, str]
+    """Columns that were guessed -> why."""
+    queries: list[str]
+    documents: list[str]
 
 
 def run_init(
@@ -28,9 +40,13 @@ def run_init(
     *,
     model: str | None = None,
     val_data: str | None = None,
+    mapping: Mapping[str, str] | None = None,
     force: bool = False,
 ) -> Path:
-    """Write the config. Raise UserError if the file exists already or the data file cannot be used for training."""
+    """Write the config. Raise UserError if the file exists already or the data file cannot be used for training.
+
+    `mapping`: columns that the user names; only the others are guessed.
+    """
     path = Path(output)
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(f"--output {output}: a starter config is YAML: give a name that ends in .yaml")
@@ -41,7 +57,7 @@ def run_init(
         near = nearest(family, FAMILIES)
         hint = f", did you mean {near!r}?" if near else f": give one of {join_words(list(FAMILIES))}"
         raise UserError(f"--family {family!r} is not known{hint}")
-    text = starter(kind, data, model=model, val_data=val_data)
+    text = starter(kind, data, model=model, val_data=val_data, mapping=mapping)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -51,32 +67,57 @@ def run_init(
     return path
 
 
-def starter(family: Family, data: str, *, model: str | None = None, val_data: str | None = None) -> str:
+def starter(
+    family: Family,
+    data: str,
+    *,
+    model: str | None = None,
+    val_data: str | None = None,
+    mapping: Mapping[str, str] | None = None,
+) -> str:
     """Return the text of the config."""
     kind = family.starter
-    records = peek(Path(data))
-    mapping, loss, found = _look_at(records, data)
+    looked = look_at(read_sample(Path(data)), data, mapping or {})
+    name = model or kind.model_name
+    facts = values.model_facts(name)
     lines = [
         "# A starter config for vembed. Train with:   vembed train <this file>",
-        "# See what it comes to with:                 vembed config <this file>",
+        "# What the data are:                        vembed data <this file>",
+        "# What it comes to:                         vembed config <this file>",
         "# Every option, with its default and meaning: docs/options.md, or `vembed schema` for your editor.",
         "",
-        _line("model_name", model or kind.model_name, f"a name on the Hub or a local folder ({kind.about})"),
+        _line("model_name", name, f"a name on the Hub or a local folder ({kind.about})"),
     ]
     if kind.image_model_name:
         lines += [
             _line("model_family", family.name, "two towers"),
             _line("image_model_name", kind.image_model_name, "images"),
         ]
-    lines += [
+    lines += _data_lines(family, looked, data, val_data, facts)
+    lines += _training_lines(kind, looked, val_data, facts)
+    return "\n".join(lines) + "\n"
+
+
+def _data_lines(
+    family: Family, looked: Looked, data: str, val_data: str | None, facts: values.ModelFacts | None
+) -> list[str]:
+    kind = family.starter
+    lines = [
         "",
-        f"# Data: {found}",
+        f"# Data: {looked.about}",
         _line("data_path", data, "JSONL, CSV, TSV, Parquet, a folder of `datasets`, a Hub name"),
     ]
-    if mapping:
-        lines.append(_line("column_mapping", mapping, "names in your file: names that vembed reads"))
+    if looked.mapping:
+        lines.append(_line("column_mapping", looked.mapping, "names in your file: names that vembed reads"))
+        lines += [
+            f"# GUESSED, please check: {column} is the {looked.mapping[column]} ({why})"
+            for column, why in looked.guesses.items()
+        ]
+    share = values.held_out_share(looked.sample.num_records)
     if val_data:
         lines.append(_line("val_data_path", val_data, "scored before, during and after training"))
+    elif share is not None and looked.loss == "infonce":
+        lines.append(_line("val_split", share, "share of the queries held out, scored before and after"))
     else:
         lines.append(
             "# val_data_path: val.jsonl        # as data_path, or a BEIR-style folder; scored before and after"
@@ -88,21 +129,34 @@ def starter(family: Family, data: str, *, model: str | None = None, val_data: st
             "# image_root: images              # where relative image paths start; default: beside the data file"
         )
     if kind.max_length is not None:
-        lines.append(_line("max_length", kind.max_length, "tokens; longer texts are cut"))
+        lengths = values.measure([*looked.queries, *looked.documents], facts)
+        limit = None if facts is None else facts.max_length
+        lines.append(_line("max_length", values.fitting_length(lengths, limit, kind.max_length), _said(lengths, limit)))
     if family.reads_only_text:
         lines.append('# query_prompt: "query: "         # put before every query; default: what the model brings along')
-    lines += [
+    return lines
+
+
+def _training_lines(kind: Starter, looked: Looked, val_data: str | None, facts: values.ModelFacts | None) -> list[str]:
+    num_records = looked.sample.num_records
+    held_out = 0.0 if val_data or looked.loss != "infonce" else values.held_out_share(num_records) or 0.0
+    num_train = int(num_records * (1 - held_out))
+    batch, epochs = values.fitting_batch(num_train, kind.batch_size), values.fitting_epochs(num_train)
+    total = max(num_train // batch, 1) * epochs if num_train else 0
+    between = values.steps_between(total)
+    lines = [
         "",
         "# Training",
-        _line("loss", loss, "infonce: pairs; cosent: pairs with scores; triplet: given negatives"),
+        _line("loss", looked.loss, "infonce: pairs; cosent: pairs with scores; triplet: given negatives"),
     ]
-    if loss in ("infonce", "cosent"):
-        lines.append(_line("temperature", 0.05, "smaller: harder"))
+    if looked.loss in ("infonce", "cosent"):
+        own = None if facts is None else facts.temperature
+        why = "smaller: harder" if own is None else "as this model was trained; smaller: harder"
+        lines.append(_line("temperature", own or kind.temperature, why))
+    many = f"{num_train:,d} examples: {total:,d} steps in all" if total else "passes over the data"
     lines += [
-        _line(
-            "batch_size", kind.batch_size, "examples per process; memory is bounded by micro-batches, so larger is fine"
-        ),
-        _line("epochs", 1, "passes over the data"),
+        _line("batch_size", batch, "examples per process; memory is bounded by micro-batches, so larger is fine"),
+        _line("epochs", epochs, many),
         _line("learning_rate", kind.learning_rate, "used as it stands, on any number of processes"),
     ]
     if kind.head_learning_rate:
@@ -115,98 +169,63 @@ def starter(family: Family, data: str, *, model: str | None = None, val_data: st
         "",
         "# Output",
         _line("output_dir", "output", "settings, logs, checkpoints, the model in final/, report.html"),
-        "# eval_steps: 100                 # evaluate during training (needs val_data_path)",
-        "# save_steps: 100                 # write checkpoints to go on from with --resume",
     ]
-    return "\n".join(lines) + "\n"
+    if between is None:
+        lines += [
+            "# eval_steps: 100                 # evaluate during training (needs validation data)",
+            "# save_steps: 100                 # write checkpoints to go on from with --resume",
+        ]
+    else:
+        is_scored = bool(val_data or held_out)
+        lines += [
+            _line("eval_steps", between, "evaluate during training") if is_scored else
+            f"# eval_steps: {between}".ljust(32) + "  # evaluate during training (needs validation data)",
+            _line("save_steps", between, "write checkpoints to go on from with --resume"),
+        ]  # fmt: skip
+    return lines
 
 
-def peek(path: Path) -> list[dict[str, Any]]:
-    """Return the first records of a file; none if there is no file to inspect (a Hub name, a folder)."""
-    try:
-        if not path.is_file():
-            return []
-        readers = {".csv": _peek_delimited, ".tsv": _peek_delimited, ".parquet": _peek_parquet}
-        return readers.get(path.suffix.lower(), _peek_json)(path)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-
-
-def _look_at(records: Sequence[dict[str, Any]], data: str) -> tuple[dict[str, str], str, str]:
-    """Return (column_mapping, loss, description) for the first records."""
-    if not records:
-        return {}, "infonce", "not looked at (no file of that name here)"
-    names = tuple(dict.fromkeys(name for record in records for name in record))
-    layout = Columns().layout(names)
+def look_at(sample: FileSample, data: str, given: Mapping[str, str]) -> Looked:
+    """Return what the first records show. `given`: columns that the user names."""
+    if not sample.records:
+        return Looked(sample, dict(given), "infonce", "not looked at (no file of that name here)", {}, [], [])
+    names = sample.columns
+    for name in given:
+        if name not in names:
+            near = nearest(name, names)
+            hint = f", did you mean {near!r}?" if near else ""
+            raise UserError(f"{data} has no column {name!r}{hint} (it has {', '.join(names)})")
+    layout = Columns(given).layout(names)
     has = {"query": layout.query or layout.query_image, "positive": layout.positive or layout.positive_image}
-    taken = layout.columns()
-    free = [name for name in names if name not in taken]
-    mapping = guess_mapping(free, [role for role, name in has.items() if name is None])
+    missing = [role for role, name in has.items() if name is None]
+    found = guess(sample.records, missing, layout.columns())
+    mapping = confirm(found, missing) if missing and len(found.candidates) >= len(missing) and is_terminal() else None
+    guesses = found.reasons if mapping is None else {}
+    mapping = {**given, **(found.mapping if mapping is None else mapping)}
     layout = Columns(mapping).layout(names)
     if layout.problem:
-        raise UserError(f"{data}: {layout.problem}")
+        raise UserError(f"{data}: {layout.problem}, or with --query and --positive")
     scored = layout.score is not None and not layout.negatives
-    read = ", ".join(layout.columns())
-    return mapping, "cosent" if scored else "infonce", f"the first {len(records)} records have {read}"
+    first = len(sample.records)
+    many = f"{'about ' if sample.is_estimate else ''}{sample.num_records:,d} records"
+    about = f"{many}; the first {first:,d} records have {', '.join(layout.columns())}"
+    queries = [value for record in sample.records if isinstance(value := record.get(layout.query or ""), str)]
+    documents = [text for record in sample.records for text in _texts(record.get(layout.positive or ""))]
+    return Looked(sample, mapping, "cosent" if scored else "infonce", about, guesses, queries, documents)
+
+
+def _texts(value: Any) -> list[str]:
+    entries: Sequence[Any] = value if isinstance(value, list) else [value]
+    return [one for one in entries if isinstance(one, str)]
+
+
+def _said(lengths: values.Lengths | None, limit: int | None) -> str:
+    most = f"; this model reads {limit:,d}" if limit is not None else ""
+    if lengths is None:
+        return f"tokens; longer texts are cut{most}"
+    how = "measured" if lengths.is_measured else "estimated from the characters, the model is not here"
+    return f"tokens; 99 % of the texts have at most {lengths.full:,d} ({how}), the longest {lengths.longest:,d}{most}"
 
 
 def _line(name: str, value: Any, comment: str) -> str:
     return f"{name}: {one_line_yaml(value)}".ljust(32) + f"  # {comment}"
-
-
-def _peek_json(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8-sig") as file:
-        if file.read(1) == "[":
-            return _peek_json_list(file.read(MAX_LINE))
-        file.seek(0)
-        lines = [line for line in islice(iter(lambda: file.readline(MAX_LINE), ""), NUM_RECORDS) if line.strip()]
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            raise UserError(f"{path}, line {number}: not JSON; the file must hold one object per line") from None
-        if not isinstance(record, dict):
-            raise UserError(
-                f"{path}, line {number}: a {type(record).__name__}, where an object with columns is expected"
-            )
-        records.append(record)
-    if not records:
-        raise UserError(f"{path}: is empty")
-    return records
-
-
-def _peek_json_list(text: str) -> list[dict[str, Any]]:
-    """Return the first objects of a JSON list whose bracket is already read. The data reader validates the rest."""
-    records: list[dict[str, Any]] = []
-    position, decoder = 0, json.JSONDecoder()
-    while len(records) < NUM_RECORDS and (start := text.find("{", position)) >= 0:
-        try:
-            record, position = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            break
-        records.append(record)
-    return records
-
-
-def _peek_delimited(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        delimiter = delimiter_of(file.readline(MAX_LINE), "\t" if path.suffix.lower() == ".tsv" else ",")
-        file.seek(0)
-        rows = list(islice(csv.DictReader(file, delimiter=delimiter), NUM_RECORDS))
-    if not rows:
-        raise UserError(f"{path}: has no rows below its header")
-    return [{str(name): value for name, value in row.items() if name is not None} for row in rows]
-
-
-def _peek_parquet(path: Path) -> list[dict[str, Any]]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        batch = next(parquet.ParquetFile(path).iter_batches(batch_size=NUM_RECORDS), None)
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: not a Parquet file: {str(error).splitlines()[0]}") from None
-    if batch is None or batch.num_rows == 0:
-        raise UserError(f"{path}: has no rows")
-    return [dict.fromkeys(batch.schema.names) for _ in range(batch.num_rows)]

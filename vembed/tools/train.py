@@ -20,6 +20,7 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed.environment import GROUP, RankInfo, read_rank_info
 from vembed.distributed.launch import DEFAULT_PORT, num_visible_devices, rank_environments, run_ranks
 from vembed.errors import UserError
+from vembed.training.resume import candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ def run_train(arguments: TrainArguments, env: Mapping[str, str] = os.environ, *,
         sys.stdout.write(describe_run(resolved, launch, arguments))
         return 0
     require_earlier_stage(resolved)
+    if rank_info is None:
+        candidates(config)  # refuses a folder with an earlier run before any process is started
     if rank_info is not None or launch.world_size == 1:
         os.environ.update(launch.changes or {})
         return _train_here(resolved)

@@ -19,7 +19,7 @@ import logging
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -40,8 +40,18 @@ from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import RunError, UserError
 from vembed.training import integrity
+from vembed.training.finished import NothingLeft, finished_run, forget_finished
 from vembed.training.integrity import ABANDONED, DAMAGED, PARTIAL, STATE, checkpoint_name, list_checkpoints
-from vembed.training.resume import JUDGES, Difference, candidates, compare_resume, refuse, trim_metrics
+from vembed.training.resume import (
+    JUDGES,
+    Difference,
+    candidates,
+    compare_resume,
+    keep_global_batch,
+    nothing_left,
+    refuse,
+    trim_metrics,
+)
 from vembed.training.state import optimizer_kind, quieten_torch, restore, tensors_of
 from vembed.training.storage import CheckpointReader, CheckpointWriter
 
@@ -64,6 +74,7 @@ class Checkpointer:
         self._group = collectives.new_cpu_group(timeout) if config.async_save else None
         self._pending: Future[Any] | None = None
         self._saved_step = -1
+        self._damaged: frozenset[Path] = frozenset()
         quieten_torch()
 
     def __enter__(self) -> Self:
@@ -86,7 +97,7 @@ class Checkpointer:
         """Return the checkpoint to resume from, or None for a new run.
 
         Raise UserError if output_dir is not writable or holds another run. Remove incomplete folders that a killed
-        process left, skip damaged checkpoints, and set aside checkpoints later than the chosen one.
+        process left, and skip damaged checkpoints. Nothing else is changed before `begin`.
         """
         self._probe()
         answer: dict[str, Any] = {}
@@ -116,15 +127,44 @@ class Checkpointer:
                 + "; ".join(f"{path.name}: {problems[0]}" for path, problems in damaged.items())
                 + "); restore one, or start anew with resume: auto or in another output_dir"
             )
-        if self.session.is_main:
-            self._set_aside(chosen, set(damaged))
-            if chosen is None:
-                trim_metrics(self.output, -1)
-        collectives.barrier()
+        self._damaged = frozenset(damaged)
         if chosen is not None:
             self._saved_step = int(read_state(chosen)["loop"]["step"])
             log.info("resuming from %s (step %d)", chosen, self._saved_step)
         return chosen
+
+    def with_global_batch(self, directory: Path | None) -> TrainConfig:
+        """Return the config, with the global batch of the checkpoint where only the number of processes changed it."""
+        if directory is not None:
+            self.config = keep_global_batch(self.config, read_state(directory), self.session.world_size)
+        return self.config
+
+    def begin(self, directory: Path | None, total_steps: int) -> None:
+        """Make room for the run: set aside later checkpoints, and with `overwrite` remove the earlier run. Collective.
+
+        Raise NothingLeft, with nothing changed, if output_dir holds a finished run to which no step would be added.
+        """
+        answer: dict[str, Any] = {}
+        if self.session.is_main:
+            chosen = None if directory is None else (self._saved_step, directory)
+            try:
+                answer = {"is_finished": nothing_left(self.config, chosen, total_steps) is not None}
+            except UserError as error:
+                answer = {"error": str(error)}
+        answer = collectives.broadcast_json(answer)
+        if "error" in answer:
+            raise UserError(answer["error"])
+        if answer["is_finished"]:
+            finished = finished_run(self.output)
+            assert finished is not None
+            raise NothingLeft(finished, total_steps)
+        if self.session.is_main:
+            if self.config.overwrite and directory is None:
+                self._remove_earlier_run()
+            self._set_aside(directory, self._damaged)
+            if directory is None:
+                trim_metrics(self.output, -1)
+        collectives.barrier()
 
     def check(self, directory: Path | None, identity: Mapping[str, Any]) -> None:
         """Raise UserError if a checkpoint was trained with other settings. Called before the model is loaded.
@@ -282,7 +322,16 @@ class Checkpointer:
                 "does not see what process 0 writes there); give one on a file system that all machines share"
             )
 
-    def _set_aside(self, chosen: Path | None, damaged: set[Path]) -> None:
+    def _remove_earlier_run(self) -> None:
+        """Remove checkpoints, summary and report; `final/` stays until the new model replaces it."""
+        found = list_checkpoints(self.output)
+        for _, path in found:
+            integrity.remove(path)
+        if found or finished_run(self.output) is not None:
+            log.info("overwrite: the earlier run in %s is replaced (%d checkpoints removed)", self.output, len(found))
+        forget_finished(self.output)
+
+    def _set_aside(self, chosen: Path | None, damaged: Collection[Path]) -> None:
         """Rename checkpoints later than the chosen one, so that they are not taken for the resumed run's."""
         after = -1 if chosen is None else _step_in(chosen, self.output)
         for step, path in list_checkpoints(self.output):

@@ -13,6 +13,8 @@ from vembed.progress import duration
 from vembed.training.hooks import Hook, Run, StepReport
 from vembed.training.step import BatchResult
 
+MAX_COLUMNS = 100
+"""Length of a step's log line."""
 SLOW_RANK = 1.2
 """Ratio of a rank's own working time to the median's from which the log line names it as slow."""
 
@@ -100,15 +102,14 @@ class Diagnostics(Hook):
 
 
 def log_line(values: dict[str, Any], total_steps: int, seconds_left: float) -> str:
-    """Return the log line of one step."""
+    """Return the log line of one step, of at most 100 columns. All figures are in metrics.jsonl."""
+    rate = values["samples_per_second"]
     line = (
-        f"step {values['step']:,d}/{total_steps:,d}  epoch {values['epoch']:.2f}  loss {values['loss']:.4f}  "
-        f"lr {values['learning_rate']:.2e}  grad norm {values['grad_norm']:.3f}  "
-        f"{values['samples_per_second']:,.1f} samples/s  {values['tokens_per_second']:,.0f} tokens/s  "
-        f"padding {values['padding_fraction']:.0%}  left {duration(seconds_left)}"
+        f"step {values['step']:,d}/{total_steps:,d}  loss {values['loss']:.4f}  lr {values['learning_rate']:.1e}  "
+        f"grad {values['grad_norm']:.3g}  {f'{rate:,.0f}' if rate >= 100 else f'{rate:.3g}'} samples/s  "
+        f"left {duration(seconds_left)}"
     )
-    if len(values["memory"]) > 1:
-        line += f"  skew {values['skew']:.2f}"
-        if values["skew"] > SLOW_RANK:
-            line += f" (rank {values['slowest_rank']} is slowest)"
+    slow = f"  rank {values['slowest_rank']} slow"
+    if len(values["memory"]) > 1 and values["skew"] > SLOW_RANK and len(line + slow) <= MAX_COLUMNS:
+        line += slow
     return line

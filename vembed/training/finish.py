@@ -67,6 +67,7 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
         evaluation=evaluation.summary() if evaluation else "",
         metric=deciding_metric(config, evaluation, state.scores) if evaluation and state.scores else "",
         final_step=state.scored_step if state.scores else state.step,
+        num_steps=state.step,
         num_examples=len(data.examples),
         num_parameters=num_total,
         num_trainable=num_trained,
@@ -78,7 +79,7 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
         seconds=state.seconds,
         finished=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions=collect_versions(),
-        warnings=_warnings(state),
+        warnings=[*data.warnings, *_warnings(state)],
     )
     if session.is_main:
         summary.save(output)
@@ -105,6 +106,7 @@ def _card(config: TrainConfig, data: RunData, state: LoopState) -> Card:
         settings={key: value for key, value in config.to_dict().items() if value != defaults[key]},
         scores=state.scores,
         before=state.before,
+        evaluation=data.evaluation.summary().partition(", from")[0] if data.evaluation else "",
         num_steps=state.step,
         versions=collect_versions(),
     )

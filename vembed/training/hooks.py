@@ -32,6 +32,7 @@ from torch import Tensor
 from vembed.config.schema import TrainConfig
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed.session import Session
+from vembed.evaluation.queries import QueryResults
 from vembed.training.loop_state import LoopState
 from vembed.training.parts import RunData, RunModel
 from vembed.training.step import BatchResult, ContrastiveStep
@@ -103,6 +104,8 @@ class Evaluation:
     metric: str
     """Key of the score that decides which checkpoint is best."""
     is_best: bool
+    queries: QueryResults | None = None
+    """Results of each query of retrieval data."""
 
 
 class Hook:

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
+from vembed.training.console import ConsoleHandler, config_console
 from vembed.training.hooks import Evaluation, Hook, Run, StepReport
 from vembed.training.outlets import LineFile, LogFile, ResilientStream
 
@@ -48,22 +49,6 @@ class SafeFormatter(logging.Formatter):
         return line
 
 
-class ConsoleHandler(logging.Handler):
-    """Handler that writes above the progress bar on a terminal, and plain lines into a file or pipe."""
-
-    def __init__(self, console: Console, stream: ResilientStream) -> None:
-        super().__init__()
-        self.console = console
-        self.stream = stream
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print one line."""
-        was_closed = self.stream.is_closed
-        self.console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
-        if self.stream.is_closed and not was_closed:
-            log.warning("the console is closed; the run continues and logs to its file")
-
-
 @contextmanager
 def run_logging(config: TrainConfig, rank: int) -> Iterator[Console]:
     """Send the lines of logger "vembed" to the console and the run's files while the with-block runs."""
@@ -73,7 +58,7 @@ def run_logging(config: TrainConfig, rank: int) -> Iterator[Console]:
     stream = ResilientStream(sys.stdout)
     console = Console(file=cast(TextIO, stream), quiet=rank != 0)
     if rank == 0:
-        screen = ConsoleHandler(console, stream)
+        screen = ConsoleHandler(console, stream, config_console(config))
         screen.setFormatter(SafeFormatter("%(message)s"))
         screen.setLevel(logging.INFO)
         file = _log_file(output / config.log_file)
@@ -128,12 +113,13 @@ class Metrics(Hook):
 
     def on_log(self, values: Mapping[str, Any]) -> None:
         """Write one logged step to metrics.jsonl and its numbers to the trackers."""
-        self._write(values, {f"train/{key}": value for key, value in _numbers(values).items()}, int(values["step"]))
+        line = {**values, "time": _now()}
+        self._write(line, {f"train/{key}": value for key, value in _numbers(values).items()}, int(values["step"]))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Write one evaluation."""
         step, scores = evaluation.step, evaluation.scores
-        line = {"step": step, "epoch": evaluation.epoch, "eval": dict(scores)}
+        line = {"step": step, "epoch": evaluation.epoch, "eval": dict(scores), "time": _now()}
         self._write(line, {f"eval/{key.replace('@', '_at_')}": value for key, value in scores.items()}, step)
 
     def on_finish(self, run: Run) -> None:
@@ -192,11 +178,30 @@ def _start_tracker(name: str, config: TrainConfig, first_step: int) -> Any:
         else:
             tracker = tracking.TrackioTracker(config.wandb_project, name=run, config=settings)
         tracker.start()
+        if name == "tensorboard":
+            _write_hyperparameters(tracker.writer, settings)
     except ImportError as error:
         raise UserError(
             f"report_to: {name} is not installed ({error}); install it (pip install {name}) or set report_to: none"
         ) from error
     return tracker
+
+
+def _write_hyperparameters(writer: Any, settings: Mapping[str, Any]) -> None:
+    """Write the run's options for TensorBoard's HPARAMS page, into the run's own file."""
+    from torch.utils.tensorboard.summary import hparams
+
+    values = {
+        key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+        for key, value in settings.items()
+    }
+    for summary in hparams(values, {}):  # type: ignore[no-untyped-call]
+        writer._get_file_writer().add_summary(summary)
+
+
+def _now() -> float:
+    """Return the time of a line, in seconds since 1970."""
+    return round(time.time(), 3)
 
 
 def _await_a_new_second(folder: Path) -> None:

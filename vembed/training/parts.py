@@ -28,6 +28,8 @@ class RunData:
     """Global batches of an optimizer step: gradient_accumulation_steps."""
     total_steps: int
     """Optimizer steps of the whole run."""
+    warnings: tuple[str, ...] = ()
+    """What is wrong between training and validation data, on rank 0."""
 
     @property
     def examples_per_step(self) -> int:

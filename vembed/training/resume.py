@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
+from vembed.training.finished import FinishedRun, finished_run
 from vembed.training.integrity import MANIFEST, list_checkpoints, write_durably
+
+log = logging.getLogger("vembed")
 
 METRICS = "metrics.jsonl"
 
@@ -22,22 +26,23 @@ _LENGTH_AND_MACHINES = """
     fsdp_use_orig_params fsdp_activation_checkpointing fsdp_state_dict_type fsdp_cpu_ram_efficient_loading
     fsdp_sync_module_states
 """
-# Compared as their product, the global batch size.
 _MEMORY_AND_SPEED = """
-    batch_size global_batch_size num_workers micro_batch_tokens gradient_cache_chunk_size use_gradient_cache
+    num_workers micro_batch_tokens gradient_cache_chunk_size use_gradient_cache
     kept_graph_tokens cache_frozen_features gradient_checkpointing torch_compile attn_implementation padding_free
     deterministic
 """
 _WATCHED_AND_KEPT = """
     val_data_path eval_steps eval_before eval_metric eval_ks eval_batch_tokens guards save_steps
     save_total_limit save_merged load_best_model_at_end async_save on_save_error save_dtype on_nonfinite
-    logging_steps report_to run_name wandb_project wandb_tags log_file debug profile_steps output_dir resume
-    resume_anyway trust_remote_code
+    logging_steps report_to run_name wandb_project wandb_tags console log_file debug profile_steps output_dir
+    overwrite resume resume_anyway trust_remote_code
 """
-# Data are compared by the fingerprint of their content.
-_WHERE_DATA_LIE = "data_path image_root"
+BATCH = frozenset({"batch_size", "global_batch_size"})
+"""Options whose product with the number of processes must stay."""
+BY_CONTENT = frozenset({"data_path", "image_root"})
+"""Options that name data. The data are compared by the fingerprint of their content."""
 
-MAY_CHANGE = frozenset(f"{_LENGTH_AND_MACHINES} {_MEMORY_AND_SPEED} {_WATCHED_AND_KEPT} {_WHERE_DATA_LIE}".split())
+MAY_CHANGE = frozenset(f"{_LENGTH_AND_MACHINES} {_MEMORY_AND_SPEED} {_WATCHED_AND_KEPT}".split()) | BATCH | BY_CONTENT
 """Options that a resumed run may change; all others must stay. A test checks the list against the schema."""
 
 JUDGES = frozenset({"val_data_path", "eval_metric"})
@@ -87,6 +92,13 @@ def compare_resume(
 def refuse(differences: list[Difference], checkpoint: str) -> None:
     """Raise UserError that lists the forbidden differences, if any."""
     forbidden = [one for one in differences if not one.is_allowed]
+    batch = next((one for one in forbidden if one.name == "global_batch_size"), None)
+    if batch is not None and len(forbidden) == 1:
+        raise UserError(
+            f"{checkpoint} was trained with {batch.saved} examples per step, and this run asks for {batch.now}: give "
+            f"global_batch_size={batch.saved} (over all processes), start anew in another output_dir, or set "
+            "resume_anyway: true (--resume-anyway)"
+        )
     if forbidden:
         raise UserError(
             f"{checkpoint} was trained with other settings: {'; '.join(map(str, forbidden))}; put them back, start "
@@ -97,20 +109,18 @@ def refuse(differences: list[Difference], checkpoint: str) -> None:
 def candidates(config: TrainConfig) -> list[Path]:
     """Return the checkpoints that `resume` allows, best first. Their integrity is not checked.
 
-    Two runs never share a folder by accident. Without `resume`, an output_dir with checkpoints is refused: only the
-    user knows whether to resume or to keep the old run.
+    Two runs never share a folder by accident. Without `resume` or `overwrite`, an output_dir with checkpoints or with a
+    finished run is refused: only the user knows whether to resume or to keep the old run.
     """
     output = Path(config.output_dir)
     own = [path for _, path in reversed(list_checkpoints(output))]
+    finished = finished_run(output)
     if config.resume is False:
-        if own:
-            raise UserError(
-                f"output_dir: {output} holds {len(own)} checkpoint(s) of an earlier run, the newest {own[0].name}: go "
-                "on with it (resume: true, --resume), choose another output_dir, or delete them"
-            )
+        if not config.overwrite:
+            _refuse_earlier_run(output, own, finished)
         return []
     if config.resume in (True, "auto"):
-        if not own and config.resume is True:
+        if not own and finished is None and config.resume is True:
             raise UserError(
                 f"resume: true, but output_dir: {output} holds no checkpoint; use resume: auto to start anew where "
                 "there is none"
@@ -126,12 +136,69 @@ def candidates(config: TrainConfig) -> list[Path]:
         found = [path for _, path in reversed(list_checkpoints(wanted))]
     if not found:
         raise UserError(f"resume: {wanted} is neither a checkpoint nor a folder with checkpoints")
-    if own and found[0].resolve().parent != output.resolve():
+    if (own or finished) and found[0].resolve().parent != output.resolve():
+        held = f"checkpoints already (newest {own[0].name})" if own else str(finished)
         raise UserError(
-            f"resume: {wanted} is of another run, and output_dir: {output} holds checkpoints already (newest "
-            f"{own[0].name}): choose another output_dir"
+            f"resume: {wanted} is of another run, and output_dir: {output} holds {held}: choose another output_dir"
         )
     return found
+
+
+def _refuse_earlier_run(output: Path, own: list[Path], finished: FinishedRun | None) -> None:
+    """Raise UserError if a new run would replace what is in its output_dir."""
+    ways = (
+        "choose another output_dir (output_dir: runs/{model}-{time} names a new one each time), or replace it "
+        "(overwrite: true, --overwrite)"
+    )
+    if own:
+        raise UserError(
+            f"output_dir: {output} holds {len(own)} checkpoint(s) of an earlier run, the newest {own[0].name}: go "
+            f"on with it (resume: true, --resume), {ways}"
+        )
+    if finished is not None:
+        raise UserError(f"output_dir: {output} holds {finished}: {ways}")
+
+
+def nothing_left(config: TrainConfig, checkpoint: tuple[int, Path] | None, total_steps: int) -> FinishedRun | None:
+    """Return the finished run of output_dir to which a resumed run of `total_steps` would add nothing, or None.
+
+    Raise UserError if it would add steps and there is no checkpoint to start from.
+    """
+    if config.resume is False:
+        return None
+    finished = finished_run(Path(config.output_dir))
+    if finished is None:
+        return None
+    if finished.leaves_nothing(total_steps, None if checkpoint is None else checkpoint[0]):
+        return finished
+    if checkpoint is None:
+        raise UserError(
+            f"output_dir: {config.output_dir} holds {finished} without a checkpoint, so {total_steps:,d} steps cannot "
+            f"go on from it: train further from its model in another folder (model_name={finished.model_dir} "
+            "output_dir=...), or start anew (resume: false, overwrite: true); save_steps keeps checkpoints"
+        )
+    return None
+
+
+def keep_global_batch(config: TrainConfig, saved: Mapping[str, Any], world_size: int) -> TrainConfig:
+    """Return the config with the global batch of a checkpoint, where only the number of processes has changed it.
+
+    `batch_size` counts per process. A resumed run on another number of processes keeps the examples per step, unless
+    the user has changed one of the batch options.
+    """
+    before = saved["config"]
+    same = all(getattr(config, name) == before[name] for name in ("batch_size", "gradient_accumulation_steps"))
+    examples = saved["identity"].get("global_batch_size")
+    if config.global_batch_size is not None or not same or examples is None:
+        return config
+    size = examples // config.gradient_accumulation_steps
+    if size == config.batch_size * world_size:
+        return config
+    log.info(
+        "global batch: %s examples, as in the checkpoint (batch_size: %d x %d process(es) would be %s)",
+        f"{size:,d}", config.batch_size, world_size, f"{config.batch_size * world_size:,d}",
+    )  # fmt: skip
+    return config.model_copy(update={"global_batch_size": size})
 
 
 def trim_metrics(output_dir: Path, step: int) -> int:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vembed.config.loading import Source, require_earlier_stage, resolve_run
 from vembed.config.resolved import ResolvedRun
+from vembed.data.in_memory import as_path
 from vembed.distributed.session import start_session
+from vembed.training.callbacks import Callbacks, OnEvaluation, OnStep
 from vembed.training.checkpoint import Checkpointer
+from vembed.training.console import HEADLINE
+from vembed.training.finished import NothingLeft
 from vembed.training.hooks import Hook
 from vembed.training.interrupts import Interrupts
 from vembed.training.logs import require_trackers, run_logging
@@ -18,10 +22,28 @@ from vembed.training.trainer import Runtime, Trainer, TrainResult
 
 log = logging.getLogger("vembed")
 
+DATA = ("data_path", "val_data_path", "train_data", "train_file", "val_data")
+"""Options that may be Python objects, and the likeliest of their other names."""
 
-def train(config: Source | ResolvedRun, overrides: Sequence[str] = (), hooks: Sequence[Hook] = ()) -> TrainResult:
-    """Train as the config says (a path, a dict or a TrainConfig); return the model's folder and its scores. `hooks`:
-    additions to the loop, see `vembed/training/hooks.py`."""
+
+def train(
+    config: Source | ResolvedRun,
+    overrides: Sequence[str] = (),
+    hooks: Sequence[Hook] = (),
+    *,
+    on_step: OnStep | None = None,
+    on_evaluation: OnEvaluation | None = None,
+) -> TrainResult:
+    """Train as the config says (a path, a dict or a TrainConfig); return the model's folder and its scores.
+
+    In a dict, `data_path` and `val_data_path` may be lists of dicts or a `datasets.Dataset`. `on_step` and
+    `on_evaluation` are called with a StepInfo and an EvaluationInfo (`vembed/training/callbacks.py`) and may return
+    "stop", which ends the run with a model and a report. `hooks`: additions to the loop (`vembed/training/hooks.py`).
+    """
+    if isinstance(config, Mapping):
+        config = {key: as_path(key, value) if key in DATA else value for key, value in config.items()}
+    if on_step is not None or on_evaluation is not None:
+        hooks = [*hooks, Callbacks(on_step, on_evaluation)]
     resolved = resolve_run(config, overrides)
     settings = resolved.config
     require_earlier_stage(resolved)
@@ -33,6 +55,12 @@ def train(config: Source | ResolvedRun, overrides: Sequence[str] = (), hooks: Se
         start_session(resolved) as session,
         Checkpointer(settings, session) as checkpointer,
     ):
-        for line in (*resolved.translated, *resolved.notes):
-            log.info(line)
-        return Trainer(settings, Runtime(session, checkpointer, interrupts, console), hooks).run()
+        for line in resolved.translated:
+            log.info("%s", line)
+        for line in resolved.notes:
+            log.info("note: %s", line, extra=HEADLINE)
+        try:
+            return Trainer(settings, Runtime(session, checkpointer, interrupts, console), hooks).run()
+        except NothingLeft as done:
+            log.info("%s", done, extra=HEADLINE)
+            return TrainResult(done.run.model_dir, done.run.folder, done.run.scores(), done.run.step)

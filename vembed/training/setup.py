@@ -16,11 +16,10 @@ from vembed.data.batches import BatchSchedule
 from vembed.data.features import Features, Featuriser
 from vembed.data.feeding import Feeder
 from vembed.data.rank_batch import RankBatchStream
-from vembed.data.sources import ExampleStore, open_examples
+from vembed.data.sources import ExampleStore
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.evaluation.dataset import open_eval_data
 from vembed.evaluation.scores import check_metric
 from vembed.families.decisions import describe, without_effect
 from vembed.families.description import ModelDescription
@@ -29,6 +28,7 @@ from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.teachers.supply import Teachers
+from vembed.training.datasets import open_sets
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.optim import build_optimizer
 from vembed.training.parts import RunData, RunModel
@@ -70,14 +70,11 @@ def main_first(session: Session) -> Iterator[None]:
 def open_data(config: TrainConfig, session: Session) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
     with main_first(session):
-        examples = open_examples(config, config.data_path)
-    for line in examples.summary():
-        log.info(line)
-    evaluation = open_eval_data(config, config.val_data_path) if config.val_data_path else None
-    if evaluation:
-        log.info(evaluation.summary())
-    batch_schedule, total_steps = schedule_batches(config, examples, session)
-    return RunData(examples, evaluation, batch_schedule, config.gradient_accumulation_steps, total_steps)
+        sets = open_sets(config, compares=session.is_main)
+    batch_schedule, total_steps = schedule_batches(config, sets.examples, session)
+    return RunData(
+        sets.examples, sets.evaluation, batch_schedule, config.gradient_accumulation_steps, total_steps, sets.warnings
+    )
 
 
 def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -51,14 +51,17 @@ class PhaseTimer:
         return taken
 
 
+RECENT = 6
+"""Calls back to which the rate is measured: the first steps of a run are slower than the others."""
+
+
 class RunClock:
     """Time of a run: all of it, and what is left."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
         self._earlier = 0.0
-        self._loop_began = self.began
-        self._first_step = 0
+        self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT)
 
     def resume(self, seconds: float) -> None:
         """Count the seconds that earlier parts of the run took."""
@@ -66,13 +69,16 @@ class RunClock:
 
     def start_loop(self, step: int) -> None:
         """Begin the loop after `step` steps."""
-        self._loop_began, self._first_step = time.perf_counter(), step
+        self._marks.clear()
+        self._marks.append((time.perf_counter(), step))
 
     def seconds(self) -> float:
         """Return the seconds since the start of this process, and those of earlier parts of the run."""
         return self._earlier + time.perf_counter() - self.began
 
     def left(self, step: int, total_steps: int) -> float:
-        """Return the seconds that the steps after `step` will take at the mean rate of this loop."""
-        rate = (time.perf_counter() - self._loop_began) / (step - self._first_step)
-        return rate * (total_steps - step)
+        """Return the seconds that the steps after `step` will take at the rate of the last few calls."""
+        now = time.perf_counter()
+        began, first = self._marks[0]
+        self._marks.append((now, step))
+        return (now - began) / (step - first) * (total_steps - step)

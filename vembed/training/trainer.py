@@ -22,12 +22,14 @@ from vembed.distributed.memory import fsdp_print_memory_usage
 from vembed.distributed.parameters import log_parameter_summary
 from vembed.distributed.session import Session
 from vembed.errors import Stopped
+from vembed.evaluation.queries import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
 from vembed.progress import duration
 from vembed.report.record import scores_line
 from vembed.training.budget import find_budget
 from vembed.training.checkpoint import Checkpointer
 from vembed.training.configured import configured_hooks
+from vembed.training.console import SetupLines
 from vembed.training.diagnostics import Diagnostics, log_line
 from vembed.training.finish import save_final
 from vembed.training.frozen import log_use
@@ -36,10 +38,12 @@ from vembed.training.interrupts import EvaluationStopped, Interrupts
 from vembed.training.logs import Metrics, ProgressBar
 from vembed.training.loop_state import LoopState
 from vembed.training.profiling import Profile
+from vembed.training.query_record import QueryRecord
 from vembed.training.schedule import Schedule
 from vembed.training.setup import build_parts, learned, log_cut_texts, open_data, open_stream
 from vembed.training.shortage import MemoryGuard, OutOfMemory
 from vembed.training.step import ContrastiveStep
+from vembed.training.step_curves import StepCurves
 from vembed.training.timing import RunClock
 from vembed.training.update import Update, synchronise
 from vembed.training.watch import Watch
@@ -79,12 +83,14 @@ class Trainer:
         self.session = session = runtime.session
         self.checkpointer, self.interrupts = runtime.checkpointer, runtime.interrupts
         resume_from = self.checkpointer.find()  # also refuses a folder that is not writable or holds another run
-        if session.is_main:
-            save_config(config, Path(config.output_dir) / "config.yaml")
+        self.config = config = self.checkpointer.with_global_batch(resume_from)
         self.data = open_data(config, session)
         # Before the model is built, which may take minutes.
         identity = {"data": self.data.examples.fingerprint, "global_batch_size": self.data.examples_per_step}
         self.checkpointer.check(resume_from, identity)
+        self.checkpointer.begin(resume_from, self.data.total_steps)
+        if session.is_main:
+            save_config(config, Path(config.output_dir) / "config.yaml")
         self.parts = parts = build_parts(config, self.data, session)
         self.schedule = Schedule(config, self.data.total_steps, self.data.examples_per_step)
         log_parameter_summary(parts.model)
@@ -93,6 +99,9 @@ class Trainer:
             ProgressBar(runtime.console),
             Profile(config, session.rank, self.data.total_steps),
             Diagnostics(),
+            StepCurves(),
+            QueryRecord(),
+            SetupLines(),
             Watch(config),
             Metrics(config),
         ]
@@ -196,7 +205,7 @@ class Trainer:
         if data is None or state.scored_step == state.step:
             return
         began = self.clock.seconds()
-        towers = self.parts.source.towers
+        towers, queries = self.parts.source.towers, QueryResults()
         try:
             with self.hooks.evaluation_weights():
                 scores = evaluate_model(
@@ -208,6 +217,7 @@ class Trainer:
                     say=log.info,
                     between=self.interrupts.check,
                     kept=towers if towers.stores else None,
+                    queries=queries,
                 )
         except EvaluationStopped:
             raise self.stopped() from None
@@ -221,7 +231,7 @@ class Trainer:
         is_best = state.step > 0 and is_kept and (state.best is None or scores[metric] > state.best)
         if is_best:
             state.best, state.best_step, state.best_scores = scores[metric], state.step, scores
-        evaluation = Evaluation(state.step, self.data.epoch_at(state.step), scores, metric, is_best)
+        evaluation = Evaluation(state.step, self.data.epoch_at(state.step), scores, metric, is_best, queries)
         if self.hooks.on_evaluation(evaluation):
             self.interrupts.request_end()
         self.interrupts.agree_to_end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from vembed.config.schema import TrainConfig
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
 from vembed.errors import RunError
-from vembed.training.hooks import Hook, StepReport
+from vembed.training.hooks import Hook, Run, StepReport
+from vembed.training.integrity import list_checkpoints
 from vembed.training.update import Outcome
 
 log = logging.getLogger("vembed")
@@ -36,10 +38,20 @@ class Watch(Hook):
         self.lowest = math.inf
         self.highest = -math.inf
         self.num_seen = 0
+        self.precision = "no"
+        self.output = Path(config.output_dir)
+        self.learning_rate = config.learning_rate
 
-    def finite(self, step: int, outcome: Outcome, parts: Sequence[tuple[RankBatch, Tensor]]) -> bool:
+    def on_start(self, run: Run) -> None:
+        """Take the precision, which decides the advice."""
+        self.precision = run.session.mixed_precision
+
+    def finite(
+        self, step: int, outcome: Outcome, parts: Sequence[tuple[RankBatch, Tensor]], *, broken_weights: bool = False
+    ) -> bool:
         """Return whether the step counted. A non-finite step stops the run or is logged, the same on every rank.
-        `parts`: this rank's part of each global batch of the step, and whether its embeddings are finite."""
+        `parts`: this rank's part of each global batch of the step, and whether its embeddings are finite.
+        `broken_weights`: not one embedding of this rank is finite."""
         if outcome.applied:
             return True
         if outcome.is_overflow:
@@ -51,21 +63,24 @@ class Watch(Hook):
         culprits = "; ".join(f"rank {rank}: {', '.join(where)}" for rank, where in enumerate(named) if where)
         if not culprits:
             culprits = f"no rank (the gradient overflowed; first examples: {', '.join(parts[0][0].where[:2])})"
-        what = (
-            f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; non-finite embeddings on {culprits}"
-        )
-        if self.stops:
-            raise RunError(
-                f"{what}. Lower learning_rate or max_grad_norm, use mixed_precision: bf16 instead of fp16, or set "
-                "on_nonfinite: skip to skip such steps; the last good checkpoint is untouched"
+        found = f"non-finite embeddings on {culprits}"
+        if broken_weights and step > 1:
+            found = (
+                f"all embeddings are non-finite, so the weights are: an earlier update with {self._rate()} broke them"
             )
+        what = f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {found}"
+        if self.stops:
+            advice = ", use mixed_precision: bf16 instead of fp16" if self.precision == "fp16" else ""
+            skip = "" if broken_weights else ", or set on_nonfinite: skip to skip such steps"
+            raise RunError(f"{what}. Lower learning_rate or max_grad_norm{advice}{skip}; {self._kept()}")
         log.warning("%s; step skipped (on_nonfinite: skip)", what)
         return False
 
     def on_step(self, report: StepReport) -> None:
         """Stop the run at a non-finite step, or log it."""
         parts = [(rank_batch, result.is_finite) for rank_batch, result in report.batches]
-        self.finite(report.step, report.outcome, parts)
+        is_broken = not report.outcome.applied and not bool(torch.isfinite(report.embeddings).all(dim=1).any())
+        self.finite(report.step, report.outcome, parts, broken_weights=is_broken)
 
     def figures(self, report: StepReport) -> dict[str, float]:
         """Return the mean cosine between this rank's inputs, and log warnings."""
@@ -94,6 +109,16 @@ class Watch(Hook):
                 "parameters are trained at all (freeze, use_lora)",
             )
         return {"mean_cosine": cosine}
+
+    def _rate(self) -> str:
+        return f"learning_rate: {self.learning_rate:g}"
+
+    def _kept(self) -> str:
+        """Return what is left of the run."""
+        found = list_checkpoints(self.output)
+        if not found:
+            return "no checkpoint was saved before (save_steps keeps some)"
+        return f"{found[-1][1].name} is untouched"
 
     def _once(self, what: str, message: str) -> None:
         if what not in self.warned:

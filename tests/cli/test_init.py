@@ -1,0 +1,144 @@
+"""`vembed init` on files as they come: other headers, ids and categories beside the texts, the sizes of the data."""
+
+from __future__ import annotations
+
+import csv
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+from tests.tiny import shared, tiny_bert, tiny_clip
+from vembed.config.loading import load_config
+from vembed.start import ask, values
+from vembed.start.guess import guess
+
+GERMAN = ("Drucker", "Rechnung", "Passwort", "Konto", "Bestellung", "Lieferung", "Garantie", "Termin", "Vertrag")
+
+
+@pytest.fixture
+def faq(vembed: Command) -> str:
+    """A German export of a ticket system, with semicolons, a byte order mark, ids and a category."""
+    draw = random.Random(0)
+    with Path("faq.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        table = csv.writer(file, delimiter=";")
+        table.writerow(["Ticket Nr.", "Kundenfrage (orig)", "L\u00f6sung/Text", "Kategorie"])
+        for number in range(120):
+            first, second = draw.sample(GERMAN, 2)
+            answer = f"{first} finden Sie auf der Seite {second}. " + "Best\u00e4tigen Sie dort. " * draw.randint(1, 3)
+            table.writerow([f"T-{number:05d}", f"Wie geht {first} mit {second} {number}?", answer + str(number), "A"])
+    return "faq.csv"
+
+
+def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(vembed: Command, faq: str) -> None:
+    done = vembed("init", "--data", faq, "--model", str(shared(tiny_bert)))
+    assert done.code == 0, done.err
+    config = load_config("vembed.yaml")
+    assert config.column_mapping == {"Kundenfrage (orig)": "query", "L\u00f6sung/Text": "positive"}
+    assert config.val_split == 0.1 and config.batch_size == 8
+    text = Path("vembed.yaml").read_text(encoding="utf-8")
+    assert "# GUESSED, please check: Kundenfrage (orig) is the query (" in text and "end with a question mark" in text
+    assert "(measured)" in text
+    done = vembed("train", "vembed.yaml", "max_steps=2", "report_to=none")
+    assert done.code == 0, done.err
+    assert Path("output/report.html").is_file() and Path("output/final").is_dir()
+    assert "10% of the queries of faq.csv" in Path("output/report.md").read_text(encoding="utf-8")
+
+
+def test_columns_can_be_named(vembed: Command, faq: str) -> None:
+    assert vembed("init", "--data", faq, "--query", "L\u00f6sung/Text", "--positive", "Kundenfrage (orig)").code == 0
+    assert load_config("vembed.yaml").column_mapping == {"L\u00f6sung/Text": "query", "Kundenfrage (orig)": "positive"}
+    assert "GUESSED" not in Path("vembed.yaml").read_text(encoding="utf-8")
+    assert vembed("init", "--data", faq, "--column-mapping", "{Kategorie: query}", "--force").code == 0
+    assert (load_config("vembed.yaml").column_mapping or {})["Kategorie"] == "query"
+    done = vembed("init", "--data", faq, "--query", "Kundenfrage", "--force")
+    assert done.code == 2
+    assert "faq.csv has no column 'Kundenfrage', did you mean 'Kundenfrage (orig)'?" in done.err
+
+
+def test_a_mapping_of_a_column_that_is_not_there_names_the_nearest(vembed: Command, faq: str) -> None:
+    mapping = "column_mapping={Kundenfrage: query, L\u00f6sung/Text: positive}"
+    done = vembed("train", f"model_name={shared(tiny_bert)}", f"data_path={faq}", mapping)
+    assert done.code == 2
+    assert "Kundenfrage" in done.err and "did you mean 'Kundenfrage (orig)'" in done.err
+
+
+def test_a_terminal_is_asked(faq: str) -> None:
+    rows = [
+        {"nr": f"{number}", "a": f"short text {number}", "b": f"a much longer text about it {number}"}
+        for number in range(9)
+    ]
+    found = guess(rows, ["query", "positive"])
+    assert found.mapping == {"a": "query", "b": "positive"}
+    answers = iter(["7", "2", ""])
+    asked: list[str] = []
+
+    def read(prompt: str) -> str:
+        asked.append(prompt)
+        return next(answers)
+
+    assert [one.name for one in found.candidates] == ["b", "a"]
+    assert ask.confirm(found, ["query", "positive"], read) == {"a": "query", "b": "positive"}
+    assert "1  b: a much longer text about it 0" in asked[0] and "nr" not in asked[0]
+    assert asked[1] == "A number from 1 to 2: "
+
+
+def test_a_clip_config_fits_the_model(vembed: Command) -> None:
+    Path("train.jsonl").write_text('{"query": "a", "positive": {"image": "b.png"}}\n')
+    done = vembed("init", "--family", "clip", "--model", str(shared(tiny_clip)))
+    assert done.code == 0, done.err
+    config = load_config("vembed.yaml")
+    facts = values.model_facts(str(shared(tiny_clip)))
+    assert facts is not None and facts.temperature is not None
+    assert config.max_length is not None and config.max_length <= facts.max_length
+    assert config.temperature == facts.temperature
+
+
+def test_values_from_the_size_of_the_data() -> None:
+    assert [values.fitting_batch(number, 64) for number in (0, 5, 100, 1000, 10_000)] == [64, 5, 8, 32, 64]
+    assert [values.fitting_epochs(number) for number in (100, 5_000, 50_000)] == [4, 2, 1]
+    assert [values.held_out_share(number) for number in (20, 500, 1_000_000)] == [None, 0.1, 0.002]
+    assert [values.steps_between(number) for number in (20, 148, 5_000)] == [None, 10, 500]
+    lengths = values.measure(["word " * 30] * 99 + ["word " * 900], None)
+    assert lengths is not None and not lengths.is_measured
+    assert values.fitting_length(lengths, 512, 512) == 64 and values.fitting_length(lengths, 32, 512) == 32
+
+
+def test_the_data_of_a_config_on_one_page(vembed: Command, faq: str) -> None:
+    assert vembed("init", "--data", faq, "--model", str(shared(tiny_bert))).code == 0
+    done = vembed("data", "vembed.yaml", "query_prompt=find: ", "max_length=16")
+    assert done.code == 0, done.err
+    for words in (
+        "not used: Kategorie, Ticket Nr.",
+        "queries: 107 different, 0 repetitions",
+        "negatives: none given",
+        "lengths in tokens, with prompts and special tokens (at most 16):",
+        "[CLS]",
+        "faq.csv:2",
+    ):
+        assert words in done.out, done.out
+    Path("val.jsonl").write_text('{"query": "wie geht Konto", "positive": "a"}\n')
+    Path("train.jsonl").write_text('{"query": "Wie geht Konto?", "positive": "b", "negatives": ["B", "c"]}\n' * 2)
+    done = vembed("data", f"model_name={shared(tiny_bert)}", "data_path=train.jsonl", "val_data_path=val.jsonl")
+    assert "warning: 1 of the 1 queries of the validation data (100%) are in the training data too" in done.out
+    assert "2 examples have one of their positives among their negatives" in done.out
+    assert "pairs: 1 different, 1 repetitions" in done.out
+
+
+def test_messages_name_what_is_wrong(vembed: Command) -> None:
+    base = ("config", "model_name=m", "data_path=d")
+    assert "batch_size: 1e+20 is too large; a whole number must be below 2^63" in vembed(*base, "batch_size=1e20").err
+    assert "batch_size must be a whole number" in vembed(*base, "batch_size=1.5").err
+    Path("list.yaml").write_text("- a\n- b\n")
+    assert "list.yaml: is a list of 2 entries, not a config" in vembed("config", "list.yaml").err
+
+
+def test_a_learning_rate_that_breaks_the_weights_is_blamed(vembed: Command, faq: str) -> None:
+    assert vembed("init", "--data", faq, "--model", str(shared(tiny_bert))).code == 0
+    done = vembed(
+        "train", "vembed.yaml", "lr=1e30", "max_steps=4", "warmup_ratio=0", "report_to=none", "eval_before=no"
+    )
+    assert done.code == 1
+    assert "all embeddings are non-finite, so the weights are: an earlier update with learning_rate: 1e+30" in done.err
+    assert "no checkpoint was saved before" in done.err and "bf16" not in done.err and "faq.csv:" not in done.err

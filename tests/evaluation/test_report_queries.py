@@ -1,0 +1,87 @@
+"""The report compares the queries before and after, says what chance can do, and draws every step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import vembed
+from tests.training.test_run import settings
+from vembed.report.queries import NO_DIFFERENCE, compare_queries, paired_interval, path_of, read_queries
+from vembed.report.record import read_run
+from vembed.report.report import curves
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("queries")
+    options = settings(folder, max_steps=11, logging_steps=5, eval_steps=4, report_to=["tensorboard"])
+    return vembed.train(options).output_dir
+
+
+def test_the_results_of_the_queries_are_those_of_the_evaluation(run: Path) -> None:
+    assert sorted(path.name for path in (run / "evaluations").iterdir())[0] == "step-0.json"
+    record = read_run(run)
+    assert record.final is not None
+    for step, scores in ((0, record.before), (record.final.step, record.after)):
+        content = read_queries(path_of(run, step))
+        assert content is not None and len(content["values"]) == 39, "equal queries are one"
+        means = dict(zip(content["metrics"], np.mean(content["values"], axis=0), strict=True))
+        for name, value in means.items():
+            assert scores[name] == pytest.approx(value, abs=1e-5)
+        assert all(len(one["found"]) == 3 and one["query"]["text"] for one in content["queries"])
+
+
+def test_the_report_shows_queries_intervals_and_meanings(run: Path) -> None:
+    page, text = (run / "report.html").read_text(), (run / "report.md").read_text()
+    found = compare_queries(run, 0, 11, "ndcg@10")
+    assert found is not None and found.num_queries == 39
+    for report in (page, text):
+        assert "95 % interval of the change" in report
+        assert "Queries that got " in report
+        assert "1 if all relevant documents come first" in report
+        assert str(run.parent) not in report, "no absolute paths"
+    interval = found.intervals["ndcg@10"]
+    assert (NO_DIFFERENCE in text.split("95 % interval")[0]) == (not interval.is_clear)
+    shown = (found.better or found.worse)[0]
+    assert shown.query["text"] in text and shown.found_after[0][0]["text"] in text
+
+
+def test_curves_have_every_step_where_lines_are_rarer(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 5, 10, 11]
+    assert [one[0] for line in lines if "loss" in line for one in line["steps"]] == list(range(1, 12))
+    assert all(line["time"] > 1e9 for line in lines)
+    drawn = {curve.title: curve for curve in curves(read_run(run))}
+    assert len(drawn["Loss"].steps) == 11 and len(drawn["Learning rate"].steps) == 11
+    assert all(any(curve.values) for curve in drawn.values()), "no empty charts"
+
+
+def test_hyperparameters_are_in_tensorboard(run: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"learning_rate" in content
+
+
+def test_a_run_without_validation_data_says_how_to_get_a_score(tmp_path: Path) -> None:
+    options = {**settings(tmp_path, max_steps=2), "val_data_path": None}
+    text = (vembed.train(options).output_dir / "report.md").read_text()
+    assert text.startswith("# Not evaluated") and "set val_split: 0.1" in text
+
+
+def test_intervals_cover_chance_and_find_differences() -> None:
+    draw = np.random.default_rng(1)
+    noise = draw.normal(0, 1, 400)
+    chance = paired_interval(noise - noise.mean() + 0.01)
+    assert not chance.is_clear and NO_DIFFERENCE in str(chance)
+    clear = paired_interval(noise - noise.mean() + 0.5)
+    assert clear.is_clear and clear.difference == pytest.approx(0.5)
+    half = 1.96 * noise.std(ddof=1) / 20
+    assert clear.low == pytest.approx(0.5 - half, abs=0.2 * half)
+    many = np.tile(noise, 30)
+    assert paired_interval(many).high - paired_interval(many).low == pytest.approx(2 * half / 30**0.5, rel=0.05)

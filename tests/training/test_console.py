@@ -1,0 +1,66 @@
+"""The console of a run: five lines on the set-up, short step lines, the recent rate; verbose and quiet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command, vembed
+from tests.tiny import shared, texts, tiny_bert
+from vembed.training.diagnostics import log_line
+from vembed.training.timing import RunClock
+
+__all__ = ["vembed"]
+
+
+@pytest.fixture
+def cfg(vembed: Command) -> str:
+    words = texts(32)
+    rows = [{"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"} for row in range(16)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("cfg.yaml").write_text(
+        f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\nval_data_path: train.jsonl\nbatch_size: 8\n"
+        "max_steps: 2\nlogging_steps: 1\nreport_to: none\n"
+    )
+    return "cfg.yaml"
+
+
+def test_five_lines_then_steps_and_the_rest_in_the_log(vembed: Command, cfg: str) -> None:
+    done = vembed("train", cfg, "output_dir=normal")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    setup = [line.partition(":")[0] for line in lines if line.partition(":")[0] in ("model", "data", "steps", "device")]
+    assert setup[:4] == ["model", "data", "steps", "device"]
+    assert "log: normal/training_log.txt" in lines
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 2 and all(len(line) <= 100 for line in steps)
+    assert any(line.startswith("warning: 16 of the 16 queries of the validation data") for line in lines)
+    assert "FSDP" not in done.out and "Rank 0" not in done.out
+    log = Path("normal/training_log.txt").read_text()
+    assert "FSDP parameter summary:" in log and "Rank 0, CPU: " in log and "device: cpu, 1 process, " in log
+
+
+def test_verbose_shows_all_and_quiet_only_warnings(vembed: Command, cfg: str) -> None:
+    out = vembed("train", cfg, "output_dir=verbose", "--verbose").out
+    assert "FSDP parameter summary:" in out and "Rank 0, CPU: " in out
+    out = vembed("train", cfg, "output_dir=quiet", "--quiet").out
+    assert out and all(line.startswith("warning: ") for line in out.splitlines()), out
+    assert "step 2/2" in Path("quiet/training_log.txt").read_text()
+
+
+def test_step_lines_fit_and_time_left_follows_the_recent_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {
+        "step": 123_456, "epoch": 12.34, "loss": 12.3456, "learning_rate": 1.25e-5, "grad_norm": 1234.5678,
+        "samples_per_second": 12_345.6, "memory": [1, 2], "skew": 1.5, "slowest_rank": 127,
+    }  # fmt: skip
+    assert len(log_line(values, 1_234_567, 400_000)) <= 100
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    clock = RunClock()
+    clock.start_loop(0)
+    for step in range(1, 21):
+        now += 100 if step <= 10 else 1  # slow at first
+        left = clock.left(step, 120)
+    assert left == pytest.approx(100)

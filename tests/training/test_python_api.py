@@ -1,0 +1,61 @@
+"""`vembed.train` with Python objects for data, and with callbacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vembed
+from tests.tiny import shared, texts, tiny_bert
+from vembed.data.in_memory import as_path
+from vembed.training.callbacks import EvaluationInfo, StepInfo
+
+WORDS = texts(64)
+ROWS = [{"query": WORDS[2 * row], "positive": f"{WORDS[2 * row + 1]} {row}"} for row in range(32)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def config(folder: Path, **more: Any) -> dict[str, Any]:
+    options = {"model_name": shared(tiny_bert), "batch_size": 8, "max_steps": 6, "logging_steps": 1, "report_to": []}
+    return {**options, "model_name": str(shared(tiny_bert)), "output_dir": str(folder / "run"), **more}
+
+
+def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path: Path) -> None:
+    steps: list[StepInfo] = []
+    evaluations: list[EvaluationInfo] = []
+
+    def on_step(info: StepInfo) -> str | None:
+        steps.append(info)
+        return "stop" if info.step == 3 else None
+
+    result = vembed.train(
+        config(tmp_path, data_path=ROWS, val_data_path=ROWS[:8]), on_step=on_step, on_evaluation=evaluations.append
+    )
+    assert [one.step for one in steps] == [1, 2, 3] and all(one.loss > 0 and one.grad_norm > 0 for one in steps)
+    assert [one.step for one in evaluations] == [0, 3]
+    assert evaluations[-1].scores["ndcg@10"] == result.metrics["ndcg@10"] and evaluations[-1].metric == "ndcg@10"
+    assert result.steps == 3
+    assert (result.model_dir / "config.json").is_file() and (result.output_dir / "report.html").is_file()
+    report = (result.output_dir / "report.md").read_text()
+    assert "8 of the 8 pairs of the validation data (100%) are in the training data too" in report
+    with pytest.raises(vembed.UserError, match="on_step returned 'no': return 'stop'"):
+        vembed.train(config(tmp_path, data_path=ROWS, output_dir=str(tmp_path / "other")), on_step=lambda _: "no")
+
+
+def test_datasets_and_paths_become_paths(tmp_path: Path) -> None:
+    import datasets
+
+    stored = as_path("data_path", datasets.Dataset.from_list(ROWS))
+    assert len(datasets.load_from_disk(stored)) == 32
+    assert as_path("data_path", datasets.Dataset.from_list(ROWS)) == stored
+    assert as_path("data_path", Path("a.jsonl")) == "a.jsonl"
+    assert as_path("data_path", [Path("a.jsonl"), {"path": "b.jsonl"}]) == ["a.jsonl", {"path": "b.jsonl"}]
+    assert as_path("data_path", ROWS) == as_path("data_path", list(map(dict, ROWS)))
+    with pytest.raises(vembed.UserError, match=r"data_path, record 1: .* is not JSON serializable"):
+        as_path("data_path", [{"query": b"x"}])

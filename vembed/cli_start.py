@@ -1,0 +1,70 @@
+"""Verbs of the `vembed` command around a first run: init, data, report."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from vembed.cli_support import end, option
+
+
+def init(
+    family: Annotated[str, typer.Option(help="Kind of model: text_encoder, text_decoder, clip, ...")] = "text_encoder",
+    data: Annotated[str, typer.Option(help="Training data; its first records are looked at.")] = "train.jsonl",
+    val_data: Annotated[str | None, typer.Option(help="Validation data.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub name or folder. Default: a good one of that kind.")] = None,
+    query: Annotated[str | None, typer.Option(help="The column of the queries. Default: guessed.")] = None,
+    positive: Annotated[str | None, typer.Option(help="The column of what they should find. Default: guessed.")] = None,
+    column_mapping: Annotated[str, typer.Option(help="As the option of that name: {question: query}.")] = "",
+    output: Annotated[str, typer.Option(help="The config to write.")] = "vembed.yaml",
+    force: Annotated[bool, typer.Option("--force", help="Write over an existing file.")] = False,
+) -> None:
+    """Write a commented starter config for a kind of model and a data file, whose columns are guessed by content."""
+
+    def call() -> None:
+        from vembed.tools.init import run_init
+
+        mapping = dict(option("column_mapping", column_mapping)) if column_mapping else {}
+        mapping |= {name: role for name, role in ((query, "query"), (positive, "positive")) if name is not None}
+        path = run_init(family, data, output, model=model, val_data=val_data, mapping=mapping, force=force)
+        sys.stdout.write(f"wrote {path}; train with: vembed train {path}\n")
+
+    end(call)
+
+
+Words = Annotated[list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")]
+
+
+def data(words: Words = None) -> None:
+    """Look at the data of a config: samples as the model reads them, lengths, repetitions, overlap. Takes the words of
+    train."""
+
+    def call() -> None:
+        from vembed.config.arguments import parse_train_arguments
+        from vembed.config.loading import resolve_run
+
+        if {"-h", "--help"} & set(words or []):
+            sys.stdout.write(f"Usage: vembed data CFG [KEY=VALUE | --OPTION VALUE] ...\n\n{data.__doc__}\n")
+            return
+        arguments = parse_train_arguments(words or [])
+        config = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage).config
+        from vembed.start.data_page import data_page
+
+        sys.stdout.write(data_page(config))
+
+    end(call)
+
+
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The output_dir of a run, finished or not.")],
+) -> None:
+    """Write report.html and report.md of a run, also of one that was stopped or killed."""
+
+    def call() -> None:
+        from vembed.report.report import write_report
+
+        sys.stdout.write(f"wrote {write_report(run)}\n")
+
+    end(call)

@@ -1,0 +1,93 @@
+"""Overlap of validation data with training data: queries, positives and pairs that are in both, after normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from vembed.data.examples import Example, Item
+from vembed.data.normal_form import normal_key
+from vembed.data.sources import ExampleStore
+
+NUM_EXAMPLES = 3
+MOST_COMPARED = 1_000_000
+"""Training examples that are compared; of more, a sample spread over all."""
+SHOWN = 70
+
+Pair = tuple[Item, Item]
+
+
+@dataclass
+class Overlap:
+    """Contents of one kind that validation and training share."""
+
+    what: str
+    """queries, positives or pairs."""
+    num_validation: int
+    """Different ones in the validation data."""
+    found: dict[int | tuple[int, int], str] = field(default_factory=dict)
+    """Key -> shown content of those that are in the training data too."""
+
+    def sentence(self) -> str:
+        """Return the warning: count, share and examples."""
+        examples = "; ".join(list(self.found.values())[:NUM_EXAMPLES])
+        count = len(self.found)
+        return (
+            f"{count:,d} of the {self.num_validation:,d} {self.what} of the validation data "
+            f"({count / max(self.num_validation, 1):.0%}) are in the training data too, for example: {examples}"
+        )
+
+
+def find_overlap(train: ExampleStore, pairs: Iterable[Pair]) -> list[Overlap]:
+    """Return the overlaps of training data with the (query, relevant document) pairs of validation data.
+
+    Texts are equal if they differ in case, spaces and punctuation alone; images if their files are equal.
+    """
+    queries: dict[int, Item] = {}
+    positives: dict[int, Item] = {}
+    both: dict[tuple[int, int], Pair] = {}
+    for pair in pairs:
+        own = normal_key(pair[0]), normal_key(pair[1])
+        queries.setdefault(own[0], pair[0])
+        positives.setdefault(own[1], pair[1])
+        both.setdefault(own, pair)
+    results = [
+        Overlap("queries", len(queries)), Overlap("positives", len(positives)), Overlap("pairs", len(both)),
+    ]  # fmt: skip
+    for example in _compared(train):
+        query = normal_key(example.query)
+        if query in queries:
+            results[0].found.setdefault(query, shown(queries[query]))
+        for item in example.positives:
+            positive = normal_key(item)
+            if positive in positives:
+                results[1].found.setdefault(positive, shown(positives[positive]))
+            if (query, positive) in both:
+                results[2].found.setdefault((query, positive), " -> ".join(shown(one) for one in both[query, positive]))
+    return [one for one in results if one.found]
+
+
+def warnings_of(overlaps: Sequence[Overlap]) -> list[str]:
+    """Return the sentences to warn with. Positives that are shared alone are no fault: a corpus serves both."""
+    kinds = {one.what for one in overlaps}
+    if not kinds - {"positives"}:
+        return []
+    means = (
+        "the pairs were learned, so the score says little about new queries" if "pairs" in kinds
+        else "the score may be too high"
+    )  # fmt: skip
+    sentences = [one.sentence() for one in overlaps]
+    return [*sentences[:-1], f"{sentences[-1]}; {means} (val_split holds out whole queries instead)"]
+
+
+def shown(item: Item) -> str:
+    """Return a short form of an item for messages."""
+    text = " ".join((item.text or "").split())
+    names = [image.path or "an image" for image in item.images]
+    full = " + ".join([*([repr(text)] if text else []), *names])
+    return full if len(full) <= SHOWN else full[: SHOWN - 3] + "..."
+
+
+def _compared(train: ExampleStore) -> Iterator[Example]:
+    step = -(-len(train) // MOST_COMPARED)
+    return (train[index] for index in range(0, len(train), step))

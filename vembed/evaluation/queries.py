@@ -1,0 +1,61 @@
+"""QueryResults: metrics and first documents of every query of one evaluation, for comparisons before and after."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vembed.data.examples import Item
+from vembed.evaluation.dataset import RetrievalData
+
+NUM_FOUND = 3
+"""Documents that are kept per query, the first of its ranking."""
+MOST_TEXTS = 2_000
+"""Queries whose texts are kept; the metrics of all are."""
+TEXT_LENGTH = 300
+
+
+@dataclass
+class QueryResults:
+    """Results of every query. An evaluation fills an empty one."""
+
+    names: list[str] = field(default_factory=list)
+    values: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    """[queries, metrics]."""
+    found: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    """[queries, NUM_FOUND] indices of the first documents; -1: none."""
+
+    def write(self, path: Path, data: RetrievalData, metrics: Sequence[str]) -> None:
+        """Write the metrics of all queries and the texts of the first MOST_TEXTS ones."""
+        chosen = [name for name in metrics if name in self.names]
+        columns = [self.names.index(name) for name in chosen]
+        texts = [
+            {
+                "query": shown(data.queries[number]),
+                "relevant": [shown(data.documents[one]) for one in list(data.relevance[number])[:1]],
+                "found": [shown(data.documents[one]) for one in row if one >= 0],
+                "is_relevant": [int(one) in data.relevance[number] for one in row if one >= 0],
+            }
+            for number, row in enumerate(self.found[:MOST_TEXTS])
+        ]
+        content = {
+            "metrics": chosen,
+            "values": np.round(self.values[:, columns], 6).tolist(),
+            "queries": texts,
+        }
+        path.parent.mkdir(exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        partial.replace(path)
+
+
+def shown(item: Item) -> dict[str, Any]:
+    """Return text and image paths of an item, short enough for a report."""
+    text = " ".join((item.text or "").split())
+    short = text if len(text) <= TEXT_LENGTH else text[: TEXT_LENGTH - 3] + "..."
+    return {"text": short, "images": [image.path for image in item.images if image.path is not None]}

@@ -1,0 +1,33 @@
+"""Embeddings in fewer bits, with the formulas of Sentence Transformers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from vembed.errors import UserError
+
+Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
+PRECISIONS: tuple[Precision, ...] = ("float32", "int8", "uint8", "binary", "ubinary")
+
+
+def quantized(vectors_ND: np.ndarray, precision: Precision) -> np.ndarray:
+    """Return the vectors in a precision. int8 and uint8 take the range of each coordinate from these vectors; binary
+    and ubinary keep one bit per coordinate, eight in a byte."""
+    if precision not in PRECISIONS:
+        raise UserError(f"precision is {precision!r}; give one of {', '.join(PRECISIONS)}")
+    if precision == "float32":
+        return vectors_ND
+    if precision in ("binary", "ubinary"):
+        packed: np.ndarray = np.packbits(vectors_ND > 0, axis=1)
+        return packed if precision == "ubinary" else (packed.astype(np.int16) - 128).astype(np.int8)
+    if len(vectors_ND) < 2:
+        raise UserError(
+            f"precision is {precision!r} for {len(vectors_ND)} vector(s): the range of each coordinate comes from the "
+            "vectors that are encoded together; give at least two, better a thousand"
+        )
+    low, high = vectors_ND.min(axis=0), vectors_ND.max(axis=0)
+    steps = np.where(high > low, (high - low) / 255, 1)
+    levels: np.ndarray = ((vectors_ND - low) / steps).astype(np.uint8)
+    return levels if precision == "uint8" else (levels.astype(np.int16) - 128).astype(np.int8)

@@ -1,0 +1,123 @@
+"""Comparison of two evaluations query by query: intervals of the differences, and the queries that changed most."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vembed.errors import UserError
+
+FOLDER = "evaluations"
+"""Folder of the results per query, inside the run's."""
+NUM_RESAMPLES = 2_000
+MOST_RESAMPLED = 10_000
+"""Queries up to which the interval is resampled; with more the normal distribution gives the same."""
+NUM_SHOWN = 10
+NO_DIFFERENCE = "no difference that the data can show"
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """95 % interval of a mean difference."""
+
+    difference: float
+    low: float
+    high: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Return whether the interval excludes zero."""
+        return self.low > 0 or self.high < 0
+
+    def __str__(self) -> str:
+        text = f"{self.low:+.4f} to {self.high:+.4f}"
+        return text if self.is_clear else f"{text}: {NO_DIFFERENCE}"
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """One query whose score changed."""
+
+    query: Mapping[str, Any]
+    relevant: Sequence[Mapping[str, Any]]
+    before: float
+    after: float
+    found_before: Sequence[tuple[Mapping[str, Any], bool]]
+    """First documents, each with whether it is relevant."""
+    found_after: Sequence[tuple[Mapping[str, Any], bool]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two evaluations of the same queries."""
+
+    intervals: dict[str, Interval]
+    better: list[Changed]
+    worse: list[Changed]
+    num_better: int = 0
+    num_worse: int = 0
+    num_queries: int = 0
+
+
+def path_of(output_dir: Path, step: int) -> Path:
+    """Return the file of an evaluation."""
+    return output_dir / FOLDER / f"step-{step}.json"
+
+
+def read_queries(path: Path) -> Mapping[str, Any] | None:
+    """Return what `write` wrote, or None if there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    return content
+
+
+def compare_queries(folder: Path, first: int, last: int, metric: str) -> Comparison | None:
+    """Return the comparison of the evaluations after two steps; None if one has no file."""
+    before, after = read_queries(path_of(folder, first)), read_queries(path_of(folder, last))
+    if before is None or after is None or len(before["values"]) != len(after["values"]) or not before["values"]:
+        return None
+    old, new = np.asarray(before["values"]), np.asarray(after["values"])
+    names = [name for name in after["metrics"] if name in before["metrics"]]
+    differences = {name: new[:, after["metrics"].index(name)] - old[:, before["metrics"].index(name)] for name in names}
+    intervals = {name: paired_interval(values) for name, values in differences.items()}
+    if metric not in differences:
+        return Comparison(intervals, [], [])
+    change = differences[metric]
+    shown = min(len(before["queries"]), len(after["queries"]))
+    order = np.argsort(change[:shown], kind="stable")
+    column = after["metrics"].index(metric), before["metrics"].index(metric)
+
+    def entry(number: int) -> Changed:
+        one, other = before["queries"][number], after["queries"][number]
+        return Changed(
+            other["query"], other["relevant"], float(old[number, column[1]]), float(new[number, column[0]]),
+            list(zip(one["found"], one["is_relevant"], strict=True)),
+            list(zip(other["found"], other["is_relevant"], strict=True)),
+        )  # fmt: skip
+
+    better = [entry(int(number)) for number in order[::-1][:NUM_SHOWN] if change[number] > 0]
+    worse = [entry(int(number)) for number in order[:NUM_SHOWN] if change[number] < 0]
+    return Comparison(intervals, better, worse, int((change > 0).sum()), int((change < 0).sum()), len(change))
+
+
+def paired_interval(differences_Q: np.ndarray) -> Interval:
+    """Return the mean of the differences and its 95 % interval, by the paired bootstrap over the queries."""
+    mean, count = float(differences_Q.mean()), len(differences_Q)
+    if count > MOST_RESAMPLED:
+        half = 1.96 * float(differences_Q.std(ddof=1)) / count**0.5
+        return Interval(mean, mean - half, mean + half)
+    draw = np.random.default_rng(0)  # the report of a run is the same each time it is written
+    means = np.empty(NUM_RESAMPLES)
+    for number in range(NUM_RESAMPLES):
+        means[number] = differences_Q[draw.integers(0, count, count)].mean()
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Interval(mean, float(low), float(high))

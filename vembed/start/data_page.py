@@ -1,0 +1,121 @@
+"""The data of a config on one page: samples as the model reads them, lengths, duplicates, overlap, columns not used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import Example, Item, Kind
+from vembed.data.features import Featuriser
+from vembed.data.normal_form import normal_key
+from vembed.data.overlap import shown
+from vembed.data.sources import ExampleStore
+from vembed.families.decisions import describe
+from vembed.families.description import ModelDescription
+from vembed.models.processors import load_tokenizer
+from vembed.start.values import local_model
+from vembed.training.datasets import Sets, open_sets
+
+NUM_SAMPLES = 2
+MOST_READ = 20_000
+"""Examples that are counted; of more, a sample spread over all."""
+MOST_MEASURED = 2_000
+SHOWN_LENGTH = 300
+
+
+def data_page(config: TrainConfig) -> str:
+    """Return the page. Reads the data; of the model only its tokenizer, if it is on this machine."""
+    sets = open_sets(config, compares=True)
+    description = describe(config) if local_model(config.model_name) is not None else None
+    lines = [*sets.examples.summary()]
+    if sets.evaluation is not None:
+        lines.append(f"validation: {sets.evaluation.summary()}")
+    lines += [f"warning: {one}" for one in sets.warnings]
+    examples = _spread(sets.examples, MOST_READ)
+    lines += ["", *_repetitions(examples, len(sets.examples)), *_negatives(examples)]
+    if description is None:
+        lines += ["", f"samples and lengths: not shown, since {config.model_name} is not on this machine yet"]
+        return "\n".join(lines) + "\n"
+    featuriser = Featuriser(description)
+    lines += ["", *_lengths(examples, featuriser, description), "", *_samples(sets, featuriser, description)]
+    return "\n".join(lines) + "\n"
+
+
+def _spread(store: ExampleStore, most: int) -> list[Example]:
+    step = -(-len(store) // most)
+    return [store[index] for index in range(0, len(store), step)]
+
+
+def _repetitions(examples: Sequence[Example], total: int) -> list[str]:
+    queries = Counter(normal_key(one.query) for one in examples)
+    positives = Counter(normal_key(item) for one in examples for item in one.positives)
+    pairs = Counter((normal_key(one.query), normal_key(item)) for one in examples for item in one.positives)
+    own = sum(normal_key(one.query) in {normal_key(item) for item in one.positives} for one in examples)
+    of = f" (of {len(examples):,d} examples spread over all {total:,d})" if len(examples) < total else ""
+    lines = [f"repetitions{of}: case, spaces and punctuation do not count"]
+    for name, counts in (("queries", queries), ("positives", positives), ("pairs", pairs)):
+        repeated = sum(counts.values()) - len(counts)
+        lines.append(f"  {name}: {len(counts):,d} different, {repeated:,d} repetitions")
+    if own:
+        lines.append(f"  {own:,d} examples have their own query as a positive")
+    return lines
+
+
+def _negatives(examples: Sequence[Example]) -> list[str]:
+    counts = Counter(len(one.negatives) for one in examples)
+    if set(counts) == {0}:
+        return ["negatives: none given; the other documents of the batch serve (vembed mine finds hard ones)"]
+    given = ", ".join(f"{number}: {count:,d}" for number, count in sorted(counts.items())[:8])
+    wrong = sum(
+        bool({normal_key(item) for item in one.negatives} & {normal_key(item) for item in one.positives})
+        for one in examples
+    )
+    lines = [f"negatives per example: {given}"]
+    if wrong:
+        lines.append(f"warning: {wrong:,d} examples have one of their positives among their negatives")
+    return lines
+
+
+def _lengths(examples: Sequence[Example], featuriser: Featuriser, description: ModelDescription) -> list[str]:
+    step = -(-len(examples) // MOST_MEASURED)
+    chosen = examples[::step]
+    lines = [f"lengths in tokens, with prompts and special tokens (at most {description.max_length:,d}):"]
+    kinds: list[tuple[str, list[tuple[Item, Kind]]]] = [
+        ("queries", [(one.query, "query") for one in chosen]),
+        ("documents", [(item, "document") for one in chosen for item in (*one.positives, *one.negatives)]),
+    ]
+    for name, items in kinds:
+        texts = [one for one in featuriser.features(items) if one.modality == "text"]
+        if not texts:
+            continue
+        lengths = np.asarray([one.length for one in texts])
+        middle, most = np.quantile(lengths, [0.5, 0.99])
+        full = int((lengths >= description.max_length).sum()) if not description.traits.has_fixed_length else 0
+        lines.append(
+            f"  {name}: median {middle:,.0f}, 99 % at most {most:,.0f}, longest {lengths.max():,d}; {full:,d} of "
+            f"{len(texts):,d} fill max_length, and what is longer is cut there"
+        )
+    return lines
+
+
+def _samples(sets: Sets, featuriser: Featuriser, description: ModelDescription) -> list[str]:
+    tokenizer: Any = load_tokenizer(description) if description.modalities[0] != "image" else None
+    lines = ["samples, as the model reads them:"]
+    for number in range(min(NUM_SAMPLES, len(sets.examples))):
+        example = sets.examples[number]
+        lines.append(f"  {example.where}")
+        named: list[tuple[str, Item, Kind]] = [("query", example.query, "query")]
+        named += [("positive", item, "document") for item in example.positives[:1]]
+        named += [("negative", item, "document") for item in example.negatives[:1]]
+        for name, item, kind in named:
+            feature = featuriser.features([(item, kind)])[0]
+            read = shown(item)
+            if feature.token_ids is not None and tokenizer is not None:
+                read = tokenizer.decode(feature.token_ids, skip_special_tokens=False)
+            short = read if len(read) <= SHOWN_LENGTH else read[: SHOWN_LENGTH - 3] + "..."
+            lines.append(f"    {name} ({feature.length:,d} tokens): {short}")
+    return lines

@@ -1,0 +1,136 @@
+"""FileSample: the first records of a data file, and how many records it has in all. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from vembed.data.delimited import delimiter_of
+from vembed.errors import UserError
+
+NUM_RECORDS = 1000
+"""Number of records to look at."""
+MAX_LINE = 1_000_000
+COUNTED_BYTES = 256 * 2**20
+"""Larger files are not counted but estimated, from the size of the first records."""
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FileSample:
+    """The first records of a file."""
+
+    records: list[Record] = field(default_factory=list)
+    """Empty where there is no file to look at: a name on the Hub, a folder."""
+    num_records: int = 0
+    """Records in the whole file."""
+    is_estimate: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of all columns, in order."""
+        return tuple(dict.fromkeys(name for record in self.records for name in record))
+
+
+def read_sample(path: Path) -> FileSample:
+    """Read the first records of a file. Raise UserError if it cannot be read."""
+    try:
+        if not path.is_file():
+            return FileSample()
+        readers = {".csv": _delimited, ".tsv": _delimited, ".parquet": _parquet, ".pq": _parquet}
+        return readers.get(path.suffix.lower(), _json)(path)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+
+
+def _json(path: Path) -> FileSample:
+    with path.open(encoding="utf-8-sig") as file:
+        if file.read(1) == "[":
+            records = _json_list(file.read(MAX_LINE))
+            return FileSample(records, *_counted(path, records, b"{"))
+        file.seek(0)
+        lines = [line for line in islice(iter(lambda: file.readline(MAX_LINE), ""), NUM_RECORDS) if line.strip()]
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            raise UserError(f"{path}, line {number}: not JSON; the file must hold one object per line") from None
+        if not isinstance(record, dict):
+            raise UserError(
+                f"{path}, line {number}: a {type(record).__name__}, where an object with columns is expected"
+            )
+        records.append(record)
+    if not records:
+        raise UserError(f"{path}: is empty")
+    return FileSample(records, *_counted(path, records, b"\n"))
+
+
+def _json_list(text: str) -> list[Record]:
+    """Return the first objects of a JSON list whose bracket is already read. The data reader validates the rest."""
+    records: list[Record] = []
+    position, decoder = 0, json.JSONDecoder()
+    while len(records) < NUM_RECORDS and (start := text.find("{", position)) >= 0:
+        try:
+            record, position = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            break
+        records.append(record)
+    return records
+
+
+def _delimited(path: Path) -> FileSample:
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE))
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        delimiter = delimiter_of(file.readline(MAX_LINE), "\t" if path.suffix.lower() == ".tsv" else ",")
+        file.seek(0)
+        reader = csv.DictReader(file, delimiter=delimiter)
+        rows = list(islice(reader, NUM_RECORDS))
+        is_short = path.stat().st_size <= COUNTED_BYTES
+        num_records = len(rows) + (sum(1 for _ in reader) if is_short else 0)
+    if not rows:
+        raise UserError(f"{path}: has no rows below its header")
+    records = [{str(name): value for name, value in row.items() if name is not None} for row in rows]
+    if is_short:
+        return FileSample(records, num_records)
+    return FileSample(records, _estimated(path, records), is_estimate=True)
+
+
+def _parquet(path: Path) -> FileSample:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+        batch = next(file.iter_batches(batch_size=NUM_RECORDS), None)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: not a Parquet file: {str(error).splitlines()[0]}") from None
+    if batch is None or batch.num_rows == 0:
+        raise UserError(f"{path}: has no rows")
+    return FileSample(batch.to_pylist(), file.metadata.num_rows)
+
+
+def _counted(path: Path, records: list[Record], mark: bytes) -> tuple[int, bool]:
+    """Return the number of records, and whether it is estimated."""
+    if len(records) < NUM_RECORDS:
+        return len(records), False
+    if path.stat().st_size > COUNTED_BYTES or mark != b"\n":
+        return _estimated(path, records), True
+    return sum(block.count(mark) for block in _blocks(path)), False
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            yield block
+
+
+def _estimated(path: Path, records: list[Record]) -> int:
+    size = sum(len(json.dumps(record, ensure_ascii=False, default=str).encode()) for record in records)
+    return max(len(records), round(path.stat().st_size * len(records) / max(size, 1)))
