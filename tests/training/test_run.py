@@ -186,7 +186,7 @@ def test_best_checkpoint_is_the_final_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("E32")
-def test_non_finite_loss_stops_and_says_what_broke_the_weights(tmp_path: Path) -> None:
+def test_non_finite_loss_stops_and_names_the_examples(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"step \d+: .*an earlier update with learning_rate: 1e\+30 broke them"):
         vembed.train(settings(tmp_path, learning_rate=1e30, max_grad_norm=0, warmup_ratio=0.0, val_data_path=None))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from vembed.config.contradictions import contradictions
 from vembed.config.schema import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, TrainConfig
 from vembed.config.terms import (
     FOLLOWS_TEACHER,
@@ -41,7 +42,8 @@ Rule = Callable[[TrainConfig], Violation | None]
 
 def violations(config: TrainConfig) -> list[Violation]:
     """Return all violations of a config."""
-    return [broken for rule in RULES if (broken := rule(config)) is not None]
+    found = [broken for rule in RULES if (broken := rule(config)) is not None]
+    return [*found, *(Violation(*one) for one in contradictions(config))]
 
 
 # ---- values that depend on the world size --------------------------------------------------------------------------
@@ -363,23 +365,6 @@ def _profiled_steps(config: TrainConfig) -> Violation | None:
     )
 
 
-def _one_validation_set(config: TrainConfig) -> Violation | None:
-    if config.val_split is None or config.val_data_path is None:
-        return None
-    said = (
-        f"val_split: {config.val_split:g} and val_data_path: {config.val_data_path} both give validation data: keep one"
-    )
-    return Violation(("val_split", "val_data_path"), f"{said} of them")
-
-
-def _resume_or_overwrite(config: TrainConfig) -> Violation | None:
-    if config.resume is False or not config.overwrite:
-        return None
-    resume = str(config.resume).lower()
-    said = f"resume: {resume} goes on with the run in output_dir and overwrite: true replaces it: keep one of them"
-    return Violation(("resume", "overwrite"), said)
-
-
 def _log_file_inside(config: TrainConfig) -> Violation | None:
     if config.log_file.strip(". ") and PurePath(config.log_file).name == config.log_file:
         return None
@@ -423,8 +408,6 @@ RULES: tuple[Rule, ...] = (
     _metric_is_computed,
     _profiled_steps,
     _log_file_inside,
-    _resume_or_overwrite,
-    _one_validation_set,
 )
 
 

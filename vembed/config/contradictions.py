@@ -1,0 +1,23 @@
+"""Pairs of options that contradict each other: what becomes of an earlier run, and where validation data come from."""
+
+from __future__ import annotations
+
+from vembed.config.schema import TrainConfig
+
+
+def contradictions(config: TrainConfig) -> list[tuple[tuple[str, ...], str]]:
+    """Return the options involved and the message of each contradiction."""
+    found: list[tuple[tuple[str, ...], str]] = []
+    if config.resume is not False and config.overwrite:
+        said = (
+            f"resume: {str(config.resume).lower()} goes on with the run in output_dir and overwrite: true replaces it: "
+            "keep one of them"
+        )
+        found.append((("resume", "overwrite"), said))
+    if config.val_split is not None and config.val_data_path is not None:
+        said = (
+            f"val_split: {config.val_split:g} and val_data_path: {config.val_data_path} both give validation data: "
+            "keep one of them"
+        )
+        found.append((("val_split", "val_data_path"), said))
+    return found
