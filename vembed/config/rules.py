@@ -413,17 +413,12 @@ RULES: tuple[Rule, ...] = (
 
 # ---- remarks: options without effect -------------------------------------------------------------------------------
 
+LORA = (
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_towers", "use_rslora", "use_dora",
+)  # fmt: skip
 NEEDED_BY: dict[str, tuple[str, ...]] = {
     "use_mrl": ("mrl_dims", "mrl_weights", "mrl_projection", "mrl_projection_init"),
-    "use_lora": (
-        "lora_r",
-        "lora_alpha",
-        "lora_dropout",
-        "lora_target_modules",
-        "lora_towers",
-        "use_rslora",
-        "use_dora",
-    ),
+    "use_lora": LORA,
     "save_steps": ("async_save",),
     "image_model_name": ("composed_dim",),
 }
