@@ -1,4 +1,4 @@
-"""What the verbs of the `vembed` command share: exit codes, processes, and the reading of flags."""
+"""Helpers shared by the verbs of the `vembed` command: exit codes, processes and flags."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ IGNORED = (
 )
 
 ACCELERATE_MIN_NUM_PARAMS = 100_000_000
-"""What `accelerate launch` exports where its file gives no size."""
+"""Size that `accelerate launch` exports if its file gives none."""
 
 ENVIRONMENT = {
     "FSDP_VERSION": "fsdp_version",

@@ -59,7 +59,7 @@ class TrainArguments:
 
     @property
     def source(self) -> str | dict[str, object]:
-        """What `resolve_run` starts from."""
+        """Input of `resolve_run`."""
         return {} if self.config is None else self.config
 
     def words(self) -> list[str]:

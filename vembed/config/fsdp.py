@@ -35,7 +35,7 @@ class FsdpConfig:
     wrap_embeddings: bool = True
     reshard_after_forward: bool = True
     must_reshard: bool = False
-    """Whether somebody has asked for `fsdp_reshard_after_forward: true`: then parameters are gathered for every
+    """True if somebody asked for `fsdp_reshard_after_forward: true`: then parameters are gathered for every
     micro-batch, also where they would fit for a whole step."""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] = "BACKWARD_PRE"
     forward_prefetch: bool = False

@@ -39,7 +39,7 @@ UNSAID = ("use_fsdp", "temperature")
 given temperature is where a learned one starts, in place of the model's own."""
 
 DEFAULT_PRESET = "accelerate_fsdp"
-"""What FSDP starts from where nobody names a file."""
+"""Base of the FSDP options if no file is named."""
 
 Source = str | Path | Mapping[str, Any] | TrainConfig
 
@@ -217,7 +217,7 @@ def _of_version(layer: Layer, version: int, notes: list[str]) -> list[Given]:
 
 
 def _agree(one: Any, other: Any) -> bool:
-    """Whether two switches for one thing say the same."""
+    """Return True if two switches for one option agree."""
     meanings = {"fsdp": True, "FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False}
     means = [meanings.get(value, value) if isinstance(value, str) else value for value in (one, other)]
     return "auto" in means or (all(isinstance(value, bool) for value in means) and means[0] == means[1])

@@ -31,7 +31,7 @@ class Decision(Generic[T]):
     reason: str
     """Why, as the log and a dry run say it."""
     source: str = DEFAULT
-    """Where it was said: `cfg.yaml:7`, `command line`, `accelerate launch`, a preset's file, or `default`."""
+    """Source of the value: `cfg.yaml:7`, `command line`, `accelerate launch`, a preset's file, or `default`."""
 
     def as_text(self) -> dict[str, str]:
         """Return value, reason and source as they are written to run.json."""
@@ -64,14 +64,14 @@ class ResolvedRun:
     fsdp_given: tuple[str, ...]
     """FSDP options that the config or the command line gives, as `name: value`."""
     recomputation: Decision[bool]
-    """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
+    """True if activations are recomputed in the backward pass (gradient checkpointing)."""
     precision: Decision[AskedPrecision]
     """Precision of a model that is not sharded; `FsdpConfig.mixed_precision` is that of a sharded one."""
     processes: Decision[int | Literal["auto"]]
     """Processes on each machine."""
     machines: Decision[int]
     timeout_minutes: Decision[float]
-    """How long a collective waits for the other processes."""
+    """Longest time that a collective waits for the other processes."""
     file: AccelerateFile | None
     """The Accelerate file that the config or the command line names."""
 

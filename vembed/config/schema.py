@@ -82,7 +82,7 @@ class Teacher(Frozen):
     model: str
     """An embedding model or a reranker: a Hub name or a local folder."""
     name: str | None = None
-    """What `teacher` and `guide` call it. Default: `model`."""
+    """Name that `teacher` and `guide` refer to. Default: `model`."""
     kind: Literal["auto", "embedder", "reranker"] = "auto"
     """embedder: gives vectors. reranker: a sequence classifier that scores (query, document) pairs. `auto`: from the
     architectures that the model's config names."""
@@ -97,7 +97,7 @@ class Teacher(Frozen):
 
     @property
     def label(self) -> str:
-        """What the run calls it."""
+        """Name of the teacher in this run."""
         return self.name or self.model
 
 
@@ -297,9 +297,9 @@ class TrainConfig(Frozen):
     """loss: infonce, sigmoid: a teacher that says which candidates are no negatives: those that it scores above the
     row's own pair less `guide_margin`."""
     guide_margin: Annotated[float, Field(allow_inf_nan=False), Number] = 0.0
-    """How far below the own pair's score a candidate must be, by the guide, to count as a negative."""
+    """Distance below the own pair's score, by the guide, from which a candidate counts as a negative."""
     guide_margin_kind: Literal["absolute", "relative"] = "absolute"
-    """Whether `guide_margin` is a difference of scores or a share of the own pair's score."""
+    """Unit of `guide_margin`: a difference of scores, or a share of the own pair's score."""
 
     # ---- batch and step ----------------------------------------------------------------------------------------
     batch_size: PositiveInt = 32

@@ -14,7 +14,7 @@ STAGES = "stages"
 TRAINING_STAGES = "training_stages"
 DEFAULT_ROOT = "output"
 MINED = "mined.jsonl"
-"""Where a mining step writes, in its folder."""
+"""Output file of a mining step, in its folder."""
 
 Kind = Literal["train", "mine", "merge", "evaluate"]
 OTHER_KINDS: tuple[Kind, ...] = ("mine", "merge", "evaluate")
@@ -33,7 +33,7 @@ class Step:
 
     @property
     def has_model(self) -> bool:
-        """Whether it leaves a model in `final/` of its folder."""
+        """True if the step leaves a model in `final/` of its folder."""
         return self.kind in ("train", "merge")
 
     def options(self) -> dict[str, Any]:

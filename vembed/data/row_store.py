@@ -31,7 +31,7 @@ KEY_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class StoreKind:
-    """What a store holds, for its files and its messages."""
+    """Kind of a store's content, for its files and messages."""
 
     option: str
     """Option that messages name."""

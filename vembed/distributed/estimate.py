@@ -66,7 +66,7 @@ class Memory:
 
     @property
     def states(self) -> float:
-        """What stays between steps: weights, gradients and optimizer."""
+        """Bytes held between steps: weights, gradients and optimizer."""
         return self.weights + self.gradients + self.optimizer
 
     @property

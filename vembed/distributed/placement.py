@@ -71,7 +71,7 @@ class Placement:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether the model is sharded inside each machine and copied between machines."""
+        """True if the model is sharded inside each machine and copied between machines."""
         wanted = self.fsdp is not None and self.fsdp.sharding_strategy == "HYBRID_SHARD"
         return wanted and self.num_machines > 1 and self.ranks.local_world_size > 1
 
@@ -84,7 +84,7 @@ class Placement:
 
     @property
     def offloads(self) -> bool:
-        """Whether weights, gradients and optimizer state rest in host memory, and not on a GPU."""
+        """True if weights, gradients and optimizer state rest in host memory, and not on a GPU."""
         return self.fsdp is not None and self.fsdp.offload and self.device.type == "cuda"
 
     @property
@@ -94,7 +94,7 @@ class Placement:
 
     @property
     def computes_in_half(self) -> bool:
-        """Whether the arithmetic is in 16 bits."""
+        """True if the arithmetic is in 16 bits."""
         return self.precision.value != "no"
 
     @property
@@ -109,7 +109,7 @@ class Placement:
 
     @property
     def may_keep_gathered(self) -> bool:
-        """Whether parameters can stay gathered during a step: FSDP2 without offloading, on several processes."""
+        """True if parameters can stay gathered during a step: FSDP2 without offloading, on several processes."""
         fsdp = self.fsdp
         return fsdp is not None and fsdp.version == 2 and not fsdp.offload and self.ranks.world_size > 1
 

@@ -19,7 +19,7 @@ Forward = Literal["text", "image", "chat", "pooled_towers"]
 """Forward pass of one modality: token vectors of texts, of an image or of a conversation, to be pooled; or the pooled
 output of a tower."""
 Evidence = Literal["model_type", "pixel_input", "decoder_only", "text_input", "image_model_name"]
-"""What a family is recognised by."""
+"""Predicate that recognises a family."""
 
 TEXT_LENGTH = 512
 CHAT_LENGTH = 8192

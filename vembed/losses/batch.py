@@ -46,7 +46,7 @@ class LossBatch:
     negative_parts: Tensor | None = None
     """[H, 2] indices of what each hard negative is made of, where some are mixtures; twice its own otherwise."""
     teachers: Mapping[str, Teaching] = field(default_factory=dict)
-    """What each teacher says about this batch, by its name."""
+    """Answers of each teacher for this batch, by the teacher's name."""
     number: int = 0
     """Number of the batch in the run: random draws of a loss depend on it and on nothing else."""
 
@@ -81,7 +81,7 @@ class LossBatch:
         return self.scores
 
     def teacher(self, name: str) -> Teaching:
-        """What a teacher says. `UserError` where it says nothing about this batch."""
+        """Return the answers of a teacher. Raise UserError if it has none for this batch."""
         if name not in self.teachers:
             raise UserError(
                 f"teacher {name} says nothing about this batch (there are {', '.join(self.teachers) or 'none'}): "

@@ -45,7 +45,7 @@ class ListedLoss(TemperedLoss):
         self.teacher_name = followed_teacher(config)
 
     def teaching(self, batch: LossBatch) -> Teaching:
-        """What the scores are compared with."""
+        """Targets that the scores are compared with."""
         if self.teacher_name not in (None, SCORES):
             return batch.teacher(str(self.teacher_name))
         positive = batch.required_scores(self.config.loss)

@@ -62,7 +62,7 @@ class TeacherScores:
 
 
 Teaching = TeacherVectors | TeacherScores
-"""What one teacher says about one batch."""
+"""Answers of one teacher for one batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,13 +32,13 @@ log = logging.getLogger("vembed")
 
 @dataclass(frozen=True)
 class AuditResult:
-    """What was found."""
+    """Findings of an audit."""
 
     output_path: Path
     """The page; the JSON stands beside it."""
     findings: tuple[Finding, ...]
     report: dict[str, Any]
-    """What the JSON holds."""
+    """Return the content of the JSON file."""
     num_cleaned: int | None
     """Rows that were written to `cleaned_path`."""
 

@@ -21,7 +21,7 @@ LOW_RANK = 10
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where the known positives of each query rank, and what ranks above them."""
+    """Ranks of the known positives of each query, and the documents above them."""
 
     best: np.ndarray
     """[Q] how many candidates are above the best known positive; the number of candidates where all are."""
@@ -52,7 +52,7 @@ class Ranks:
 def rank_findings(
     inputs: Inputs, store: CandidateStore, data: Texts, config: MineConfig, num_examples: int, words: str
 ) -> tuple[list[Finding], dict[str, object], dict[str, set[int]]]:
-    """What a model says about the data: findings, figures by source, and rows that may be dropped."""
+    """Statements of a model about the data: findings, figures by source, and rows that may be dropped."""
     chunks = list(store.chunks())
     ranks = Ranks.of(chunks)
     query_of_row = inputs.known.query_of_row
@@ -99,7 +99,7 @@ def _weak_finding(
 def _false_negatives(
     inputs: Inputs, ranks: Ranks, chunks: Sequence[Candidates], config: MineConfig, num_examples: int
 ) -> Finding | None:
-    """How many negatives would be relevant if the best candidates were taken, with those nearest above a positive."""
+    """Estimated number of relevant documents among the best candidates, with those nearest above a positive."""
     estimate: Calibration | None = None
     text = "Too few queries with known positives for an estimate of the rate."
     with suppress(UserError):  # too few queries

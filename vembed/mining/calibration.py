@@ -31,7 +31,7 @@ class Calibration:
     """The same without any threshold."""
     num_hidden: int
     is_reached: bool
-    """Whether the rate is at or below what was asked for."""
+    """True if the rate is at or below what was asked for."""
 
     def summary(self, wanted: float) -> str:
         """One line for the log."""

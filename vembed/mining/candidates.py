@@ -64,7 +64,7 @@ class DenseRetriever:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What was found for some consecutive queries."""
+    """Candidates of consecutive queries."""
 
     first: int
     documents: np.ndarray
@@ -74,7 +74,7 @@ class Candidates:
     positives: Pairs
     """Known positives of these queries; queries count from `first`."""
     positive_scores: np.ndarray
-    """What the first model gives the known positives."""
+    """Scores of the known positives by the first model."""
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -114,14 +114,14 @@ class CandidateStore:
                 progress(min(first + CHUNK, self._known.num_queries), self._known.num_queries)
 
     def chunks(self) -> Iterator[Candidates]:
-        """What was found, chunk by chunk."""
+        """Candidates, chunk by chunk."""
         for first in range(0, self._known.num_queries, CHUNK):
             with np.load(self._path(first)) as found:
                 positives = Pairs(found["positive_queries"], found["positive_documents"])
                 yield Candidates(first, found["documents"], found["scores"], positives, found["positive_scores"])
 
     def scores_of(self, pairs: Pairs) -> np.ndarray:
-        """What the first model gives some pairs. Collective."""
+        """Return the first model's scores of pairs. Collective."""
         parts = [np.zeros(0, np.float32)]
         for first in range(0, self._known.num_queries, CHUNK):
             among = pairs.among(first, first + CHUNK)

@@ -22,7 +22,7 @@ COMPARED = 32
 
 @dataclass(frozen=True)
 class Limits:
-    """What a candidate's score must keep to. None: no limit."""
+    """Limits of a candidate's score. None: no limit."""
 
     relative_margin: float | None
     margin: float | None

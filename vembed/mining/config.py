@@ -22,7 +22,7 @@ class Retriever(Frozen):
     model: str
     """A model folder, a Hub name, or `bm25`."""
     weight: PositiveFloat = 1.0
-    """How much it counts in the fusion, relative to the others."""
+    """Weight in the fusion, relative to the others."""
     query_prompt: str | None = None
     """Text put before every query. Default: the model's own."""
     document_prompt: str | None = None
@@ -30,7 +30,7 @@ class Retriever(Frozen):
     truncate_dim: PositiveInt | None = None
     """Keep the first so many coordinates of every embedding."""
     library: Literal["auto", "vembed", "sentence_transformers"] = "auto"
-    """What loads the model. `auto`: vembed, and Sentence Transformers for modules that vembed does not know."""
+    """Library that loads the model. `auto`: vembed, and Sentence Transformers for modules that vembed does not know."""
 
 
 class Endpoint(Frozen):
@@ -41,7 +41,7 @@ class Endpoint(Frozen):
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key. The key itself stands in no file."""
     timeout_seconds: PositiveFloat = 60.0
-    """How long one request may take."""
+    """Time limit of one request."""
     max_retries: NonNegativeInt = 5
     """Further attempts for a request that times out, or is answered with 429 or 5xx; the waiting time doubles."""
     retry_seconds: PositiveFloat = 1.0
@@ -56,12 +56,12 @@ class Judge(Endpoint):
     model: str
     """A reranker (a folder or a Hub name), or the name of a model at `base_url`."""
     kind: Literal["auto", "cross_encoder", "yes_no", "endpoint"] = "auto"
-    """How it answers. `auto`: endpoint with `base_url`, yes_no for decoders, otherwise cross_encoder."""
+    """Kind of judge. `auto`: endpoint with `base_url`, yes_no for decoders, otherwise cross_encoder."""
     unsure: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = Field(default=[0.5, 0.5])
     """[low, high]: relevant from `high` on, not relevant below `low`, and between them the next judge is asked. The
     last judge decides in the middle."""
     instruction: str = "Given a search query, retrieve the passages that answer it or are relevant to it"
-    """What counts as relevant, for yes_no and endpoints."""
+    """Definition of relevance, for yes_no and endpoints."""
     max_length: PositiveInt = 512
     """Longest pair in tokens; the document is cut."""
 
@@ -86,9 +86,9 @@ class DataOptions(Frozen):
     column_mapping: dict[str, str] | None = None
     """Names in the files -> names that vembed reads: {question: query}."""
     retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] = "auto"
-    """Whether bare strings of queries and documents are texts (t) or image paths (i)."""
+    """Type of bare strings of queries and documents: texts (t) or image paths (i)."""
     image_root: str | None = None
-    """Where relative image paths start, and must stay. Default: the folder of the file."""
+    """Folder that relative image paths start from, and must stay in. Default: the folder of the file."""
     allow_image_urls: bool = False
     """Load images from http(s) addresses."""
     on_bad_record: Literal["stop", "skip"] = "stop"
@@ -137,7 +137,7 @@ class MineConfig(DataOptions, ModelOptions):
     document_prompt: str | None = None
     """Text put before every document, for retrievers without one of their own. Default: the model's own."""
     fusion: Literal["rrf", "scores"] = "rrf"
-    """How several rankings become one: by reciprocal rank, or by the sum of standardised scores."""
+    """Fusion of several rankings: by reciprocal rank, or by the sum of standardised scores."""
     rrf_k: PositiveInt = 60
     """Constant of the reciprocal-rank fusion: weight / (rrf_k + rank)."""
 
@@ -308,7 +308,7 @@ class GenerateConfig(ModelOptions):
     corpus_path: str | list[str]
     """Documents: a file with one document per record, a text file, a BEIR-style folder, or a list of these."""
     image_root: str | None = None
-    """Where relative image paths start, and must stay. Default: the folder of the file."""
+    """Folder that relative image paths start from, and must stay in. Default: the folder of the file."""
     allow_image_urls: bool = False
     """Load images from http(s) addresses."""
     on_bad_record: Literal["stop", "skip"] = "stop"
@@ -318,7 +318,7 @@ class GenerateConfig(ModelOptions):
 
     # ---- pairs -------------------------------------------------------------------------------------------------
     kinds: list[ModelFreeKind | WrittenKind] = Field(default_factory=list)
-    """What pairs are made of. Default: for each document the first kind that fits of docstring_function, caption_image,
+    """Kinds of pairs. Default: for each document the first kind that fits of docstring_function, caption_image,
     title_body, heading_section, first_sentence and crop. question, keywords, claim and instruction need `writer`."""
     writer: Writer | None = None
     """The language model that writes queries: {model, base_url, ...}."""

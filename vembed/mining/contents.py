@@ -36,7 +36,7 @@ def id_key(identity: object) -> int:
 
 
 class KeyIndex:
-    """Where each of many keys stands; of equal keys the first counts."""
+    """Positions of many keys; of equal keys the first counts."""
 
     def __init__(self, keys: np.ndarray) -> None:
         self._keys, self._positions = np.unique(keys, return_index=True)

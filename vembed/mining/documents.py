@@ -70,12 +70,12 @@ class CorpusFile:
 
 @dataclass(frozen=True)
 class _Entries:
-    """Where documents stand, their contents and ids, as arrays of equal length."""
+    """Positions, contents and ids of documents, as arrays of equal length."""
 
     sources: np.ndarray
     """Number of the file; -1 for the rows of the training data."""
     starts: np.ndarray
-    """Where the record begins in its file, or the number of the row."""
+    """Offset of the record in its file, or the row number."""
     sizes: np.ndarray
     """Size of the record, or the place among the row's positives and negatives."""
     keys: np.ndarray
@@ -181,7 +181,7 @@ class Documents:
 
     @property
     def has_ids(self) -> bool:
-        """Whether any document has an id."""
+        """True if any document has an id."""
         return len(self._by_id) > 0
 
     def summary(self) -> str:

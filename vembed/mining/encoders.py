@@ -118,7 +118,7 @@ def encoder_identity(retriever: Retriever, options: ModelOptions) -> str:
 
 
 def files_identity(model: str) -> list[list[object]]:
-    """What tells a model from its later versions: the files of its folder, or its commit in the Hub's cache."""
+    """Return an identity of a model's version: the files of its folder, or its commit in the Hub's cache."""
     folder = Path(model)
     if folder.is_dir():
         files = sorted(path for path in folder.rglob("*") if path.is_file())

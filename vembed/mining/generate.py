@@ -43,7 +43,7 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """What was written."""
+    """Result: files and counts."""
 
     output_path: Path
     num_rows: int
@@ -56,7 +56,7 @@ class GenerateResult:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a document stands."""
+    """Position of a document."""
 
     file: int
     start: int

@@ -132,7 +132,7 @@ def answer_of(text: str) -> float | None:
 
 
 def kind_of(judge: Judge, options: ModelOptions) -> str:
-    """What kind of judge a model is, where the config leaves it open."""
+    """Return the kind of judge of a model if the config leaves it open."""
     if judge.kind != "auto":
         return judge.kind
     if judge.base_url is not None:

@@ -46,7 +46,7 @@ class JudgementCache:
                 self._known[key] = float(value)
 
     def get(self, key: str) -> float | None:
-        """What was judged before."""
+        """Number of judgements read from the cache."""
         return self._known.get(key)
 
     def add(self, judgements: Sequence[tuple[str, float]]) -> None:
@@ -61,7 +61,7 @@ class JudgementCache:
 
 @dataclass
 class JudgeCounts:
-    """What one judge did, on this rank."""
+    """Counts of one judge on this rank."""
 
     asked: int = 0
     cached: int = 0
@@ -70,7 +70,7 @@ class JudgeCounts:
 
 @dataclass(frozen=True)
 class Judged:
-    """What is left of the chosen candidates of some queries, and what became positive."""
+    """Remaining candidates of some queries, and those that became positives."""
 
     chosen: Chosen
     judgements: np.ndarray
@@ -148,7 +148,7 @@ class Cascade:
         return lines
 
     def _decide(self, pairs: Sequence[Pair]) -> list[float]:
-        """How likely each pair is relevant: 0 or 1 after the last judge's middle, by the first judge that is sure."""
+        """Return the probability that each pair is relevant, by the first judge that is sure; 0 or 1 after the last."""
         found = [UNDECIDED] * len(pairs)
         left = list(range(len(pairs)))
         for number, judge in enumerate(self._config.judges):
@@ -166,7 +166,7 @@ class Cascade:
         return found
 
     def _ask(self, number: int, pairs: Sequence[Pair]) -> list[float | None]:
-        """What one judge says, from the cache where it was asked before."""
+        """Return the answers of one judge, from the cache if it was asked before."""
         cache_of_judge, counts = self._caches[number], self.counts[number]
         keys = [short_hash(*pair) for pair in pairs]
         answers = [cache_of_judge.get(key) for key in keys]

@@ -86,7 +86,7 @@ class Known:
         self.positives = Pairs.union([positives.pairs(documents), by_id])
         """Known positives of each query: of all its rows, by content, and by id."""
         self.negatives = negatives.pairs(documents)
-        """What the rows have as negatives already."""
+        """Negatives that the rows already have."""
         self.own = own.pairs(documents)
         """Documents with the content of the query itself."""
 
@@ -100,7 +100,7 @@ class Known:
         return self._rows.example(int(self.first_row[query])).query
 
     def excluded(self, *, with_negatives: bool) -> Pairs:
-        """What can be no candidate: known positives, the query's own text, and negatives that it has already."""
+        """Return contents that are no candidates: known positives, the query's own text, and its negatives."""
         found = [self.positives, self.own, *([self.negatives] if with_negatives else [])]
         return Pairs.of(
             np.concatenate([one.queries for one in found]), np.concatenate([one.documents for one in found])
@@ -170,7 +170,7 @@ class _Ids:
 
 
 def _qrels(options: DataOptions) -> dict[str, list[str]]:
-    """What qrels say beside the rows: the file that is given, or those of the corpus's BEIR-style folders."""
+    """Return relevant pairs from qrels: the file that is given, or those of the corpus's BEIR-style folders."""
     if options.qrels_path is not None:
         return read_qrels(Path(options.qrels_path))
     given: Sequence[str] = [options.corpus_path] if isinstance(options.corpus_path, str) else options.corpus_path or []

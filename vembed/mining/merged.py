@@ -106,8 +106,8 @@ class RowMaker:
         return made
 
     def _kept_negatives(self, made: dict[str, Any], example: Example, folder: str) -> list[Any]:
-        """What stays in front of the mined ones. With scores it is all that the row has, of any column: the scores have
-        the order in which the negatives are read."""
+        """Return negatives that stay in front of the mined ones. With scores these are all of the row's: the scores
+        have the order in which the negatives are read."""
         if not self._config.keep_negatives:
             return []
         if self._config.scores and example.negatives:
@@ -130,7 +130,7 @@ class RowMaker:
             made["negative_judge_scores"] = [None] * len(kept) + judged
 
     def _added_positives(self, query: int, example: Example) -> list[Item]:
-        """What the judges made a positive of this query. A row with scores of its own gets none: they have no score."""
+        """Return documents that judges made positives of this query; none for a row with scores of its own."""
         if example.scores is not None:
             return []
         return [self._documents.item(number) for number in self._judged.relabelled.get(query, ())]

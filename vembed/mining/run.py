@@ -35,7 +35,7 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class MineResult:
-    """What was written."""
+    """Result: files and counts."""
 
     output_path: Path
     num_rows: int
@@ -46,7 +46,7 @@ class MineResult:
     """Candidates, and how many of them were left out for which reason."""
     limits: Limits
     calibration: Calibration | None
-    """What `threshold: auto` found."""
+    """Result of `threshold: auto`."""
     num_encoded: int
     """Vectors that were computed; the others were on disk."""
     seconds: float
@@ -54,7 +54,7 @@ class MineResult:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is read before any model is loaded."""
+    """Inputs that are read before any model is loaded."""
 
     rows: Rows
     documents: Documents
@@ -146,7 +146,7 @@ def check_config(config: MineConfig) -> Path:
 
 
 def work_folder(config: MineConfig) -> Path:
-    """Where vectors and intermediate results are."""
+    """Folder of vectors and intermediate results."""
     return Path(config.work_dir or f"{config.output_path}.work").expanduser()
 
 
@@ -192,4 +192,4 @@ def _result_lines(result: MineResult, maker: RowMaker, folder: Path, config: Min
 
 
 def _nothing(line: str) -> None:
-    """What the other processes say."""
+    """Console of the other processes: silent."""

@@ -39,7 +39,7 @@ class Table(Protocol):
         ...
 
     def example(self, number: int) -> Example:
-        """What the row means."""
+        """Meaning of a row."""
         ...
 
 
@@ -101,7 +101,7 @@ class FileTable:
         return found
 
     def example(self, number: int) -> Example:
-        """What the row means."""
+        """Meaning of a row."""
         where = self._where(number)
         try:
             return self._form.example(self.record(number), where)
@@ -145,7 +145,7 @@ class BeirTable:
         return {"query_id": identity, "query": query, "positive": texts, "positive_ids": ids}
 
     def example(self, number: int) -> Example:
-        """What the row means."""
+        """Meaning of a row."""
         record = self.record(number)
         return self._form.example(
             {"query": record["query"], "positive": record["positive"]}, f"{self.name}, query {record['query_id']}"
@@ -173,7 +173,7 @@ class Rows:
         return table.record(number)
 
     def example(self, row: int) -> Example:
-        """What a row means."""
+        """Meaning of a row."""
         table, number = self.locate(row)
         return table.example(number)
 

@@ -136,7 +136,7 @@ def prompt_for(
 
 
 def cleaned(text: str) -> str:
-    """What was written, without quotes, labels and anything after the first line; empty where nothing usable was."""
+    """Return the text without quotes, labels and anything after the first line; empty where nothing usable was."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     if not lines:
         return ""

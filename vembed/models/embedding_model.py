@@ -106,7 +106,7 @@ class EmbeddingModel(nn.Module):
         return 4 * self.description.hidden_dim * num_image_features(self.backbone)
 
     def packs_texts(self) -> bool:
-        """Whether texts go through the model without their padding."""
+        """True if texts go through the model without their padding."""
         text = self.backbone
         if self.description.traits.has_two_models:
             text = tower_module(self.backbone, self.description.traits, "text")

@@ -37,7 +37,7 @@ class Page:
     sentence: str
     warnings: Sequence[str]
     verdict: str
-    """Whether the change is more than chance; empty if not known."""
+    """True if the change is more than chance; empty if not known."""
     explanations: Sequence[str]
     """One sentence for each metric."""
     better: Table | None

@@ -60,7 +60,7 @@ class Curve:
     write: Callable[[float], str]
     from_zero: bool = False
     noisy: bool = False
-    """Whether single values are noisy, so that a running mean is shown."""
+    """True if single values are noisy, so that a running mean is shown."""
 
 
 def curve_svg(curve: Curve) -> str:

@@ -41,7 +41,7 @@ FEW_VALUES = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ColumnFacts:
-    """What the first records show of one column."""
+    """Figures of one column from the first records."""
 
     name: str
     example: str

@@ -24,7 +24,7 @@ CHARACTERS_PER_TOKEN = 3.0
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the files of a model say, read without its weights."""
+    """Facts from the files of a model, read without its weights."""
 
     max_length: int
     family: str

@@ -44,7 +44,7 @@ Format = Literal["auto", "jsonl", "text"]
 
 @dataclass(frozen=True)
 class Encoded:
-    """What was written."""
+    """Result: files and counts."""
 
     path: Path
     num_rows: int
@@ -135,7 +135,7 @@ def session_config(model: str, strategy: Literal["auto", "ddp", "fsdp"], *, trus
 
 
 class _Work(Protocol):
-    """What is done with the inputs."""
+    """Operation on the inputs."""
 
     shape: tuple[int, ...]
     """Of what stands for one input."""
@@ -275,7 +275,7 @@ class _Parser:
         self.images = ImageRoot(folder, allow_urls=False)
 
     def record(self, line: str, number: int) -> tuple[Item, str | None]:
-        """What stands on a line; a `UserError` names one that cannot be encoded."""
+        """Return the input on a line. Raise UserError if it cannot be encoded."""
         where = f"{self.source}, row {number:,d}" if self.of_rows else f"{self.source}:{number}"
         if not line.strip():
             raise UserError(f"{where} is empty, and every line has to give one embedding; remove it")

@@ -20,7 +20,7 @@ from vembed.start.sample import FileSample, read_sample
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What was found in the data file."""
+    """Findings in the data file."""
 
     sample: FileSample
     mapping: dict[str, str]

@@ -19,7 +19,7 @@ LAUNCH_FLAGS = {"nproc": "num_processes", "num-machines": "num_machines", "machi
 
 @dataclass(frozen=True)
 class Words:
-    """What stands after the verb, sorted."""
+    """Arguments after the verb, sorted."""
 
     config: str | None
     overrides: tuple[str, ...]
@@ -74,7 +74,7 @@ def parse_words(verb: str, words: Sequence[str]) -> Words:
 
 
 def options_help(verb: str, about: str, kind: type[Frozen]) -> str:
-    """What `--help` prints."""
+    """Return the text of `--help`."""
     lines = [
         f"Usage: vembed {verb} [CFG] [KEY=VALUE | --KEY VALUE] ...",
         "",
@@ -170,7 +170,7 @@ def run_generate(words: Sequence[str]) -> int:
 
 
 def describe_mining(config: MineConfig, words: Words) -> str:
-    """What a dry run prints: the options, what the data hold, and what would be done. No model is loaded."""
+    """Return the output of a dry run: the options, what the data hold, and what would be done. No model is loaded."""
     from vembed.mining.run import check_config, read_inputs, work_folder
 
     target = check_config(config)

@@ -39,7 +39,7 @@ class VectorWriter(Protocol):
 
 
 class _NoWriter:
-    """What the other processes write: nothing."""
+    """Writer of the other processes: writes nothing."""
 
     def write(self, embeddings_ND: np.ndarray, ids: list[str | None]) -> None:
         """Let the first process write."""

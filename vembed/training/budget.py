@@ -38,7 +38,7 @@ class Budget:
     max_rows: int | None
     kept_graph_tokens: int
     use_gradient_cache: bool | None
-    """Whether to use Gradient Cache. None: decided per batch by `kept_graph_tokens`."""
+    """Switch: use Gradient Cache. None: decided per batch by `kept_graph_tokens`."""
 
     def keeps_graphs(self, padded_tokens: int, num_forwards: int, session: Session) -> bool:
         """Return whether phase 1 keeps its graphs, so that no phase 2 is needed. The same on every rank."""

@@ -9,7 +9,7 @@ from vembed.errors import UserError
 from vembed.training.hooks import Evaluation, Hook, StepReport
 
 STOP = "stop"
-"""What a callback returns to end the run after this step, with its model and its report."""
+"""Return value of a callback that ends the run after this step, with its model and its report."""
 
 
 @dataclass(frozen=True)

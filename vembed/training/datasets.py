@@ -22,7 +22,7 @@ class Sets:
     examples: ExampleStore
     evaluation: EvalData | None
     warnings: tuple[str, ...] = ()
-    """What is wrong between the two, for the log and the report. Empty on ranks that do not compare."""
+    """Problems between the two, for the log and the report. Empty on ranks that do not compare."""
 
 
 def open_sets(config: TrainConfig, *, compares: bool) -> Sets:

@@ -42,7 +42,7 @@ log = logging.getLogger("vembed")
 
 
 class Run(Protocol):
-    """What a hook may use of the trainer."""
+    """Parts of the trainer that a hook may use."""
 
     config: TrainConfig
     session: Session

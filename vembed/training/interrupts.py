@@ -46,7 +46,7 @@ class Interrupts:
         self.limit = None if config.max_train_minutes is None else config.max_train_minutes * 60.0
         self.agreed = 0
         self.ends_early = False
-        """Whether a rank asked for the end of the run, and all know. The run then ends well: with final/."""
+        """True once all ranks know that a rank asked for the end of the run. The run then ends well: with final/."""
         self._wants_end = False
         self._number = 0
         self._first_at = 0.0

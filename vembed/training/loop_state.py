@@ -24,7 +24,7 @@ class LoopState:
     """Step whose checkpoint `final/` gets if a guard falls, and its scores."""
     held_scores: dict[str, float] = field(default_factory=dict)
     fell: str | None = None
-    """Why a guard has ended the run."""
+    """Reason why a guard ended the run."""
     scale: GradientScale = field(default_factory=GradientScale)
     before: dict[str, float] = field(default_factory=dict)
     """Scores before the first step."""

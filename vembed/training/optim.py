@@ -50,7 +50,7 @@ class GroupKey:
     learning_rate: float
     decays: bool
     is_sharded: bool
-    """Whether the parameter is a DTensor. Plain tensors and DTensors cannot share one fused call."""
+    """True if the parameter is a DTensor. Plain tensors and DTensors cannot share one fused call."""
 
 
 def build_optimizer(model: nn.Module, loss: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

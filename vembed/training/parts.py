@@ -29,7 +29,7 @@ class RunData:
     total_steps: int
     """Optimizer steps of the whole run."""
     warnings: tuple[str, ...] = ()
-    """What is wrong between training and validation data, on rank 0."""
+    """Problems between training and validation data, on rank 0."""
 
     @property
     def examples_per_step(self) -> int:

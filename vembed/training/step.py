@@ -45,7 +45,7 @@ class Agreement:
     num_rows: list[int]
     num_negatives: list[int]
     has_scores: bool
-    """Whether every rank has scores of its positives; the next: of its hard negatives."""
+    """True if every rank has scores of its positives; the next: of its hard negatives."""
     has_negative_scores: bool
     padded_tokens: int
     """The maximum over the ranks."""
@@ -59,7 +59,7 @@ class StepBatch:
     number: int
     """Number of the global batch in the run."""
     is_last: bool
-    """Whether this is the last batch before the optimizer step, so its last micro-batch synchronises the ranks."""
+    """True if this is the last batch before the optimizer step, so its last micro-batch synchronises the ranks."""
     inputs: BatchInputs
     agreed: Agreement = field(init=False)
     micro_batches: list[MicroBatch] = field(init=False)

@@ -26,7 +26,7 @@ class GradientScale:
     value: float = 1.0
     good_steps: int = 0
     is_started: bool = False
-    """Whether the first float16 value was set. A value that overflows reduced to 1 must not be reset."""
+    """True if the first float16 value was set. A value that overflows reduced to 1 must not be reset."""
 
     def start(self) -> None:
         """Set the first value, unless a checkpoint has restored a later one."""
@@ -57,7 +57,7 @@ class Outcome:
     applied: bool
     """False if the step was skipped because of non-finite values."""
     is_overflow: bool = False
-    """Whether the step was skipped because of a float16 overflow, and the scale could be halved."""
+    """True if the step was skipped because of a float16 overflow, and the scale could be halved."""
 
 
 def synchronise(model: nn.Module, loss: EmbeddingLoss, session: Session) -> None:

@@ -41,7 +41,7 @@ class EditTrial:
 
 @dataclass(frozen=True)
 class EditResult:
-    """What an edit left."""
+    """Result of an edit."""
 
     model_dir: Path
     plan: EditPlan

@@ -35,7 +35,7 @@ ranks finds the same bits."""
 
 @dataclass(frozen=True)
 class EditPlan:
-    """What is taken out, where and how much of it."""
+    """Specification of an edit: direction, places and strength."""
 
     where: Where = "layers"
     """layers: out of the weights that write to the residual stream; embedding: by a linear layer behind the model."""
@@ -56,7 +56,7 @@ class TextSets:
 
     @property
     def is_paired(self) -> bool:
-        """Whether line i of one set belongs to line i of the other."""
+        """True if line i of one set belongs to line i of the other."""
         return len(self.first) == len(self.second)
 
 
@@ -70,7 +70,7 @@ class _Mapped(nn.Module):
         self.register_buffer("offset", torch.from_numpy(offset).float().to(device))
 
     def forward(self, parts: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
-        """As the model's, with its options left out."""
+        """Name of the metric without its options."""
         matrix, offset = self.get_buffer("matrix"), self.get_buffer("offset")
         return [embeddings @ matrix.T + offset for embeddings in self.model(parts)]
 

@@ -28,7 +28,7 @@ class Source:
     """A model folder with whole weights."""
 
     name: str
-    """As the user gave it."""
+    """Name or path as given by the user."""
     folder: Path
     files: dict[str, dict[str, TensorReader]]
     """Subfolder (empty for the backbone's) -> tensor -> its file."""

@@ -31,7 +31,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What a merge left."""
+    """Result of a merge."""
 
     model_dir: Path
     recipe: Recipe

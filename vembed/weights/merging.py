@@ -24,7 +24,7 @@ from vembed.weights.tensor_files import TensorEntry, TensorReader, TensorWriter
 log = logging.getLogger("vembed")
 
 RECIPE_FILE = "merge.json"
-"""What a merged model was made of, in its folder."""
+"""File in a merged model's folder that lists its sources."""
 
 
 class Merge:

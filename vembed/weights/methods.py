@@ -24,7 +24,7 @@ _PARALLEL = 1e-12
 
 @dataclass(frozen=True)
 class Recipe:
-    """How models are merged."""
+    """Method of a merge, with its options."""
 
     method: Method
     weights: tuple[float, ...]
@@ -42,7 +42,7 @@ class Recipe:
 
     @property
     def needs_base(self) -> bool:
-        """Whether a base model takes part."""
+        """True if a base model takes part."""
         return self.method in OF_DIFFERENCES or self.of_differences or self.interpolate != 1.0
 
 

@@ -35,7 +35,7 @@ class Judge:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files."""
+        """True if this process writes files."""
         return self.session is None or self.session.is_main
 
     def scores(self, folder: str | Path) -> dict[str, float]:

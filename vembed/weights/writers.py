@@ -27,7 +27,7 @@ class Writer:
         """Of the module in the model."""
         self.layer = layer
         self.by_rows = by_rows
-        """Whether each row of the weight is a vector of the residual stream; otherwise each column is."""
+        """True if each row of the weight is a vector of the residual stream; otherwise each column is."""
         self.has_bias = has_bias
 
 
