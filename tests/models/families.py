@@ -44,7 +44,7 @@ def config_for(make: Make | str, **options: Any) -> TrainConfig:
         options.setdefault("image_model_name", str(tiny.shared(tiny.tiny_dinov2)))
         make = tiny.tiny_bert
     assert not isinstance(make, str)
-    return TrainConfig(**{"model_name": str(tiny.shared(make)), "data_path": [], **options})
+    return TrainConfig(**{"model_name": str(tiny.shared(make)), "data_path": "unused", **options})
 
 
 def built(make: Make | str, **options: Any) -> EmbeddingModel:
