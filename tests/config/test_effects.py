@@ -123,6 +123,7 @@ BUILT: dict[str, Row] = {
     "max_train_examples": ("many", lambda one: len(one.trainer.data.examples), 30),
     "no_duplicates": ("many", lambda one: one.trainer.data.batch_schedule.keys is not None, True),
     "homogeneous_batches": ("other", lambda one: len({index // 48 for index in first_ids(one)}), 1, "two"),
+    "sampling_alpha": ("tempered", lambda one: one.trainer.data.batch_schedule._num_drawn, [32, 32], "two"),
     "num_workers": ("many", lambda one: one.trainer.stream.num_workers, 0),
     "learn_temperature": ("many", lambda one: len(list(one.trainer.parts.loss.parameters())), 1),
     "batch_size": ("many", lambda one: len(first_ids(one)), 5),

@@ -10,6 +10,7 @@ from tests.config.conftest import WriteConfig
 from vembed.config import rules
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.schema import LossName, TrainConfig
+from vembed.config.terms import READS
 from vembed.errors import UserError
 
 
@@ -134,6 +135,6 @@ def test_defaults_cause_no_remark() -> None:
 
 
 def test_tables_name_options() -> None:
-    names = {name for table in (rules.NEEDED_BY, rules.READS) for row in table.values() for name in row}
+    names = {name for table in (rules.NEEDED_BY, READS) for row in table.values() for name in row}
     assert names | set(rules.NEEDED_BY) <= set(TrainConfig.model_fields)
-    assert set(rules.READS) == set(get_args(LossName))
+    assert set(READS) == set(get_args(LossName))

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.losses.batches import SIZES, check, config_of, make_batch
 from tests.losses.test_ranks import rank_batches as rank_views
 from vembed.errors import UserError
 from vembed.losses.build import build_loss
+from vembed.losses.distillation import BatchDivergence, SpreadOut
+from vembed.losses.infonce import InfoNCE
 from vembed.losses.mixing import draw_mixtures, uniform_numbers
+from vembed.losses.tiles import Tiling
 
 MRL = {"use_mrl": True, "mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 ALL_TERMS = {"bidirectional": True, "query_query_negatives": True, "document_document_negatives": True}
@@ -59,6 +64,34 @@ PAIRS = list(
         ["all-of-infonce", "kl-batch", "kl", "margin-mse", "ranknet", "relational", "spread-out", "embedding"], 2
     )
 )
+
+
+class LiveMemory(TorchDispatchMode):
+    """Bytes of all tensors that operations have returned and that are still alive: now, and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self.now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address not in self._known:
+            self._known.add(address)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, address, size)
+
+    def _forget(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.now -= size
 
 
 @pytest.mark.parametrize("name", TERMS)
@@ -140,3 +173,20 @@ def test_autocast_changes_nothing() -> None:
         again = loss(batch)
         (gradient,) = torch.autograd.grad(again, batch.embeddings)
     assert torch.equal(value, again) and torch.equal(plain, gradient)
+
+
+def test_several_losses_hold_one_gradient() -> None:
+    """The peak of a guided InfoNCE with kl over the batch and spread_out is below twice that of InfoNCE alone."""
+    peaks = []
+    options = {"use_mrl": True, "mrl_dims": [16, 32, 48, 64]}
+    guided = [{"loss": "infonce", "guide": "vectors"}, TERMS["kl-batch"], {"loss": "spread_out"}]
+    for losses in ([{"loss": "infonce"}], guided):
+        batch = make_batch(1500, dim=64, max_negatives=0, dtype=torch.float32)
+        loss = build_loss(config_of(losses=losses, **options))
+        for term in loss.modules():
+            if isinstance(term, InfoNCE | BatchDivergence | SpreadOut):
+                term.tiling = Tiling(64, 512)
+        with LiveMemory() as memory:
+            loss(batch).backward()
+        peaks.append(memory.peak)
+    assert 10**6 < peaks[0] < peaks[1] < 2 * peaks[0], peaks

@@ -3,41 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import PurePath
 
 from vembed.config.contradictions import contradictions
-from vembed.config.schema import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, TrainConfig
-from vembed.config.terms import (
-    FOLLOWS_TEACHER,
-    LOSS_OPTIONS,
-    READS,
-    SCORES,
-    followed_teacher,
-    guide_of,
-    listed_teachers,
-    loss_terms,
-    losses_of,
-    takes_vectors,
-)
+from vembed.config.loss_rules import LOSS_RULES, loss_remarks
+from vembed.config.schema import TrainConfig
+from vembed.config.violation import Rule, Violation, word
 from vembed.errors import UserError
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """A broken rule: the options involved and the message."""
-
-    options: tuple[str, ...]
-    sentence: str
-
-    def text(self, places: Mapping[str, str]) -> str:
-        """Return the message, followed by the places where its options were set."""
-        said = "; ".join(f"{name}: {places[name]}" for name in self.options if name in places)
-        return f"{self.sentence} ({said})" if said else self.sentence
-
-
-Rule = Callable[[TrainConfig], Violation | None]
 
 
 def violations(config: TrainConfig) -> list[Violation]:
@@ -184,77 +156,6 @@ def _pixels_in_order(config: TrainConfig) -> Violation | None:
     )
 
 
-def _triplet_has_negatives(config: TrainConfig) -> Violation | None:
-    if "triplet" not in losses_of(config) or config.max_negatives != 0:
-        return None
-    return Violation(
-        ("loss", "max_negatives"),
-        "loss: triplet compares each positive with given negatives, and max_negatives: 0 leaves none: raise it",
-    )
-
-
-def _learned_temperature_in_range(config: TrainConfig) -> Violation | None:
-    learned = [term for _, term in loss_terms(config) if term.learn_temperature or term.loss == "sigmoid"]
-    outside = [one.temperature for one in learned if not LOWEST_TEMPERATURE <= one.temperature <= HIGHEST_TEMPERATURE]
-    if not outside:
-        return None
-    return Violation(
-        ("temperature", "learn_temperature", "losses"),
-        f"temperature: {outside[0]:g} is where a learned temperature starts, and it is kept from "
-        f"{LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}: start inside",
-    )
-
-
-def _one_loss_or_a_list(config: TrainConfig) -> Violation | None:
-    # A config that was written by a run names every option, and `loss` with its default value.
-    if config.losses is None or (config.losses and config.loss == "infonce"):
-        return None
-    problem = f"and loss: {config.loss} are two ways to say one thing: keep one of them"
-    return Violation(("losses", "loss"), f"losses {problem if config.losses else 'is an empty list: name a loss'}")
-
-
-def _teachers_have_names_of_their_own(config: TrainConfig) -> Violation | None:
-    labels = [one.label for one in listed_teachers(config)]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice is None and SCORES not in labels:
-        return None
-    if twice is None:
-        return Violation(("teachers",), f"teachers: the name {SCORES!r} stands for scores in the data: choose another")
-    return Violation(("teachers",), f"teachers: {twice} is named twice: keep it once, or give each entry a name")
-
-
-def _losses_have_teachers(config: TrainConfig) -> Violation | None:
-    for _, term in loss_terms(config):
-        teacher, what = followed_teacher(term), f"loss: {term.loss}"
-        if term.loss in FOLLOWS_TEACHER and teacher is None:
-            return Violation(
-                ("loss", "losses", "teacher"),
-                f"{what} follows a teacher, and the config names none: give teacher a model, or scores where the data "
-                "have them",
-            )
-        if teacher == SCORES and takes_vectors(term):
-            more = " with distill_candidates: batch" if term.loss == "kl" else ""
-            return Violation(
-                ("loss", "losses", "teacher"),
-                f"{what}{more} needs vectors, and teacher: {SCORES} has scores of listed pairs alone: name a model",
-            )
-        if guide_of(term) == SCORES:
-            return Violation(
-                ("guide",), f"guide: {SCORES} cannot score pairs that nobody listed: give guide an embedding model"
-            )
-    return None
-
-
-def _mixtures_are_candidates(config: TrainConfig) -> Violation | None:
-    if config.negatives_from != "own_rank" or not any(term.mix_negatives for _, term in loss_terms(config)):
-        return None
-    return Violation(
-        ("mix_negatives", "negatives_from"),
-        "mix_negatives makes negatives of the whole batch, and negatives_from: own_rank leaves them out: keep one of "
-        "them",
-    )
-
-
 def _one_strategy(config: TrainConfig) -> Violation | None:
     said = "use_fsdp" in config.model_fields_set
     if config.use_fsdp and config.strategy in ("single", "ddp"):
@@ -275,7 +176,7 @@ def _one_offload_switch(config: TrainConfig) -> Violation | None:
         return None
     return Violation(
         ("fsdp_offload_params", "fsdp_cpu_offload"),
-        f"fsdp_offload_params: {_word(params)} and fsdp_cpu_offload: {_word(cpu)} are one switch (parameters, "
+        f"fsdp_offload_params: {word(params)} and fsdp_cpu_offload: {word(cpu)} are one switch (parameters, "
         "gradients and optimizer state): keep one of them",
     )
 
@@ -286,7 +187,7 @@ def _one_checkpointing_switch(config: TrainConfig) -> Violation | None:
         return None
     return Violation(
         ("gradient_checkpointing", "fsdp_activation_checkpointing"),
-        f"gradient_checkpointing: {_word(own)} and fsdp_activation_checkpointing: {_word(fsdp)} are one switch: keep "
+        f"gradient_checkpointing: {word(own)} and fsdp_activation_checkpointing: {word(fsdp)} are one switch: keep "
         "one of them",
     )
 
@@ -393,12 +294,7 @@ RULES: tuple[Rule, ...] = (
     _qlora_has_adapters,
     _composed_has_two_towers,
     _pixels_in_order,
-    _triplet_has_negatives,
-    _learned_temperature_in_range,
-    _one_loss_or_a_list,
-    _teachers_have_names_of_their_own,
-    _losses_have_teachers,
-    _mixtures_are_candidates,
+    *LOSS_RULES,
     _one_strategy,
     _one_offload_switch,
     _one_checkpointing_switch,
@@ -429,15 +325,15 @@ def remarks(config: TrainConfig) -> list[str]:
     """Return one sentence per option that has no effect or may be misunderstood."""
     values, defaults = dict(config), TrainConfig(model_name="-", data_path="-")
     set_apart = {name for name, value in values.items() if value != dict(defaults)[name]}
-    found = _loss_remarks(config, set_apart)
+    found = loss_remarks(config, set_apart)
     for needed, names in NEEDED_BY.items():
         if not values[needed]:
             found += [
-                f"{name}: {_word(values[name])} has no effect without {needed}" for name in names if name in set_apart
+                f"{name}: {word(values[name])} has no effect without {needed}" for name in names if name in set_apart
             ]
     if config.optim in ("sgd", "adafactor"):
         adam = ("adam_beta1", "adam_beta2", "adam_epsilon")
-        found += [f"{name}: {_word(values[name])} has no effect with optim: {config.optim}" for name in adam
+        found += [f"{name}: {word(values[name])} has no effect with optim: {config.optim}" for name in adam
                   if name in set_apart]  # fmt: skip
     if config.base_batch_size != defaults.base_batch_size and config.scale_learning_rate == "none":
         found.append(f"base_batch_size: {config.base_batch_size:,d} has no effect with scale_learning_rate: none")
@@ -468,29 +364,3 @@ def remarks(config: TrainConfig) -> list[str]:
             f"learning_rate: {config.learning_rate:g}; 1e-3 is usual for them"
         )
     return found
-
-
-def _loss_remarks(config: TrainConfig, set_apart: set[str]) -> list[str]:
-    """Return remarks on options that none of the run's losses reads, or that an entry of `losses` does not read."""
-    losses, values = losses_of(config), dict(config)
-    unread = LOSS_OPTIONS.difference(*(READS[loss] for loss in losses))
-    which = f"loss: {losses[0]}" if config.losses is None else f"losses: {', '.join(losses)}"
-    # One guide or teacher may serve some of the losses, so an option of the run needs one loss that reads it.
-    found = [f"{name}: {_word(values[name])} has no effect with {which}" for name in sorted(unread & set_apart)]
-    for number, term in enumerate(config.losses or [], 1):
-        own = {name: value for name, value in dict(term).items() if value is not None and name in LOSS_OPTIONS}
-        found += [
-            f"losses, entry {number}: {name}: {_word(own[name])} has no effect with loss: {term.loss}"
-            for name in sorted(own.keys() - READS[term.loss])
-        ]
-    if not any(term.guide for _, term in loss_terms(config)):
-        found += [
-            f"{name}: {_word(values[name])} has no effect without guide"
-            for name in ("guide_margin", "guide_margin_kind")
-            if name in set_apart
-        ]
-    return found
-
-
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

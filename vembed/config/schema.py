@@ -40,25 +40,6 @@ class Frozen(BaseModel):
     )
 
 
-class DataSource(Frozen):
-    """One entry of `data_path` when it is a list."""
-
-    path: str
-    """A file (JSONL, CSV, TSV, Parquet), a folder saved by `datasets`, or a Hub dataset name."""
-    weight: PositiveFloat = 1.0
-    """Number of times that each example is drawn per epoch, on average. 1: once; 0.5: half of them."""
-    name: str | None = None
-    """Name in logs. Default: the path."""
-    column_mapping: dict[str, str] | None = None
-    """Like the option of the same name, for this source only."""
-    query_prompt: str | None = None
-    """Text put before the queries of this source, in place of the run's."""
-    document_prompt: str | None = None
-    """Text put before the documents of this source, in place of the run's."""
-    max_length: PositiveInt | None = None
-    """Maximum length of this source's texts in tokens, where it is below the run's."""
-
-
 LossName = Literal[
     "infonce", "cosent", "cosine", "triplet", "sigmoid",
     "kl", "margin_mse", "score_mse", "embedding", "relational", "spread_out", "listwise", "ranknet",
@@ -125,6 +106,31 @@ class LossTerm(Frozen):
     false_negative_margin: Annotated[float, Field(allow_inf_nan=False), Number] | None = None
     hard_negatives_scope: Literal["all", "own"] | None = None
     triplet_margin: NonNegativeFloat | None = None
+
+
+class DataSource(Frozen):
+    """One entry of `data_path` when it is a list."""
+
+    path: str
+    """A file (JSONL, CSV, TSV, Parquet), a folder saved by `datasets`, or a Hub dataset name."""
+    weight: PositiveFloat = 1.0
+    """Number of times that each example is drawn per epoch, on average. 1: once; 0.5: half of them."""
+    name: str | None = None
+    """Name in logs. Default: the path."""
+    column_mapping: dict[str, str] | None = None
+    """Like the option of the same name, for this source only."""
+    query_prompt: str | None = None
+    """Text put before the queries of this source, in place of the run's."""
+    document_prompt: str | None = None
+    """Text put before the documents of this source, in place of the run's."""
+    max_length: PositiveInt | None = None
+    """Maximum length of this source's texts in tokens, where it is below the run's."""
+    losses: list[LossTerm] | None = None
+    """The losses of this source, instead of those of the run; needs `homogeneous_batches`. A task of its own."""
+    temperature: PositiveFloat | None = None
+    """Like the option of the same name, for this source only; needs `homogeneous_batches`."""
+    max_negatives: NonNegativeInt | None = None
+    """Like the option of the same name, for this source only."""
 
 
 class TrainConfig(Frozen):
@@ -243,6 +249,9 @@ class TrainConfig(Frozen):
     """Avoid equal contents in one global batch; an example with a duplicate is moved to a later batch."""
     homogeneous_batches: bool = False
     """With several sources: draw every global batch from a single source."""
+    sampling_alpha: Fraction = 1.0
+    """With several sources: a source of n examples is drawn in proportion to its weight times n to this power, as many
+    examples per epoch in all. 1: by size; 0: each source equally often."""
     num_workers: Literal["auto"] | NonNegativeInt = "auto"
     """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images; 0: none."""
 

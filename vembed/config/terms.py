@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vembed.config.schema import LossTerm, Teacher, TrainConfig
+from vembed.config.schema import DataSource, LossTerm, Teacher, TrainConfig
 
 SCORES = "scores"
 """Name of the teacher whose scores are in the data."""
@@ -24,6 +24,36 @@ def with_term(config: TrainConfig, term: LossTerm) -> TrainConfig:
     """Return the config with one term's own options in place of the run's."""
     own = {name: value for name, value in dict(term).items() if name != "weight" and value is not None}
     return config.model_copy(update={**own, "losses": None})
+
+
+def source_config(config: TrainConfig, source: str | DataSource) -> TrainConfig:
+    """Return the config of a run that had one source of `data_path` alone, with the source's own options."""
+    if isinstance(source, str):
+        return config
+    own: dict[str, object] = {"temperature": source.temperature, "max_negatives": source.max_negatives}
+    own = {name: value for name, value in own.items() if value is not None}
+    if source.losses is not None:
+        own |= {"losses": source.losses}
+    return config.model_copy(update=own) if own else config
+
+
+def source_configs(config: TrainConfig) -> list[TrainConfig]:
+    """Return `source_config` for each source."""
+    sources = config.data_path if isinstance(config.data_path, list) else [config.data_path]
+    return [source_config(config, source) for source in sources] or [config]
+
+
+def has_tasks(config: TrainConfig) -> bool:
+    """Return whether sources differ in their losses."""
+    sources = config.data_path if isinstance(config.data_path, list) else []
+    return any(
+        isinstance(one, DataSource) and (one.losses is not None or one.temperature is not None) for one in sources
+    )
+
+
+def run_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
+    """Return `loss_terms` of all sources."""
+    return [term for one in source_configs(config) for term in loss_terms(one)]
 
 
 def listed_teachers(config: TrainConfig) -> list[Teacher]:
@@ -54,7 +84,7 @@ def needed_teachers(config: TrainConfig) -> list[Teacher]:
     """Return the models that the terms' losses follow or are guided by, each once, in the order of their terms."""
     by_label = {one.label: one for one in listed_teachers(config)}
     found: dict[str, Teacher] = {}
-    for _, term in loss_terms(config):
+    for _, term in run_terms(config):
         for name in (followed_teacher(term), guide_of(term)):
             if name is not None and name != SCORES:
                 found[name] = by_label.get(name) or Teacher(model=name)

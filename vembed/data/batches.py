@@ -102,6 +102,10 @@ class BatchSchedule:
         batch: np.ndarray = order[step].copy()
         return batch
 
+    def source_of(self, index: int) -> int:
+        """Return the number of the source that an example comes from."""
+        return int(np.searchsorted(self._first, index, side="right")) - 1
+
     def summary(self) -> str:
         """Return one line for the log."""
         line = f"batches: {self.steps_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"

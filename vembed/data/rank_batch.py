@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -42,6 +42,8 @@ class RankBatch:
     """File and line of each example, for messages."""
     items: list[Item] = field(default_factory=list)
     """The input of each of the features; teachers are asked about it."""
+    source: int = 0
+    """Number of the source that the first example of the global batch comes from."""
     negative_scores: np.ndarray | None = None
     """[H] score of each hard negative, where the data have one for all of them."""
 
@@ -129,7 +131,8 @@ class RankBatchStream:
         indices = self.batch_schedule.batch(epoch, number)
         own = rank_rows(len(indices), self.rank, self.world_size)
         examples = [self.store[int(index)] for index in indices[own]]
-        return make_rank_batch(examples, own.start, epoch, number, self.featuriser)
+        source = self.batch_schedule.source_of(int(indices[0]))
+        return replace(make_rank_batch(examples, own.start, epoch, number, self.featuriser), source=source)
 
     def sample(self, num_batches: int = 4) -> list[Features]:
         """Return the features of the first batches, for the measurement of memory."""

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from vembed.config.schema import DataSource, TrainConfig
-from vembed.config.terms import losses_of
+from vembed.config.terms import losses_of, source_config
 from vembed.data.batches import ContentKeys
 from vembed.data.cache import IndexCache, cache_folder, short_hash
 from vembed.data.columns import Columns
@@ -213,7 +213,8 @@ def _open_source(
     columns = Columns(mapping, may_miss=may_miss)
     reader = open_reader(source.path, columns, role, cache)
     images = ImageRoot(config.image_root or str(reader.folder), allow_urls=config.allow_image_urls)
-    losses, max_negatives = (losses_of(config), config.max_negatives) if role == "train" else ((), None)
+    own = source_config(config, source)
+    losses, max_negatives = (losses_of(own), own.max_negatives) if role == "train" else ((), None)
     form = RecordFormat(
         columns,
         images,
@@ -290,7 +291,7 @@ def _fingerprint(config: TrainConfig, given: Sequence[DataSource], sources: Sequ
     return short_hash(
         options,
         [
-            [one.index.fingerprint, one.size, one.weight, entry.column_mapping, *_own(one.read_as)]
+            [one.index.fingerprint, one.size, one.weight, entry.column_mapping, entry.max_negatives, *_own(one.read_as)]
             for one, entry in zip(sources, given, strict=True)
         ],
     )

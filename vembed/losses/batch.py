@@ -47,6 +47,8 @@ class LossBatch:
     """[H, 2] indices of what each hard negative is made of, where some are mixtures; twice its own otherwise."""
     teachers: Mapping[str, Teaching] = field(default_factory=dict)
     """Answers of each teacher for this batch, by the teacher's name."""
+    source: int = 0
+    """Number of the source of the batch; of the first example, where sources are mixed."""
     number: int = 0
     """Number of the batch in the run: random draws of a loss depend on it and on nothing else."""
 

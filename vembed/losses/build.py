@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import followed_teacher, loss_terms
+from vembed.config.terms import followed_teacher, has_tasks, loss_terms, source_configs
 from vembed.losses.batch import EmbeddingLoss
+from vembed.losses.by_source import LossBySource
 from vembed.losses.distillation import BatchDivergence, Relational, SpreadOut
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.listed import ListedDivergence, Listwise, MarginError, RankNet, ScoreError
@@ -50,6 +51,13 @@ def build_loss(
     sizes = _Sizes(dims, embedding_dim, teacher_dims or {})
     if "temperature" in config.model_fields_set:
         start_scale = None  # the user's own temperature is where a learned one starts
+    if has_tasks(config):
+        return LossBySource([_sum(one, sizes, start_scale, start_bias) for one in source_configs(config)])
+    return _sum(config, sizes, start_scale, start_bias)
+
+
+def _sum(config: TrainConfig, sizes: _Sizes, start_scale: float | None, start_bias: float | None) -> EmbeddingLoss:
+    """Return the loss of one source: one term, or the weighted sum of several."""
     terms = [(weight, term, _build(term, sizes, start_scale, start_bias)) for weight, term in loss_terms(config)]
     if config.losses is None:
         return terms[0][2]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vembed.config.schema import Teacher, TrainConfig
-from vembed.config.terms import followed_teacher, guide_of, loss_terms, needed_teachers, takes_vectors
+from vembed.config.terms import followed_teacher, guide_of, needed_teachers, run_terms, takes_vectors
 from vembed.data.examples import Example, Item
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
@@ -50,8 +50,8 @@ class Teachers:
         self.pairs: dict[str, CachedTeacher[Pair]] = {}
         self._models: dict[str, VectorTeacher] = {}
         self._scales: dict[str, float] = {}
-        wants_vectors = {guide_of(term) for _, term in loss_terms(config)}
-        wants_vectors |= {followed_teacher(term) for _, term in loss_terms(config) if takes_vectors(term)}
+        wants_vectors = {guide_of(term) for _, term in run_terms(config)}
+        wants_vectors |= {followed_teacher(term) for _, term in run_terms(config) if takes_vectors(term)}
         for teacher in needed_teachers(config):
             files = model_folder(teacher.model, option="teacher")
             if kind_of(teacher, files) == "reranker":

@@ -133,6 +133,17 @@ def open_stream(config: TrainConfig, data: RunData, featuriser: Featuriser, sess
     return RankBatchStream(data.examples, data.batch_schedule, featuriser, session.rank, session.world_size, workers)
 
 
+def source_weights(sizes: Sequence[int], weights: Sequence[float], alpha: float) -> list[float]:
+    """Return how often each source's examples are drawn per epoch: its weight, tempered by size ** (alpha - 1), and
+    scaled so that an epoch draws as many examples as without."""
+    if alpha == 1.0:
+        return list(weights)
+    tempered = [weight * size ** (alpha - 1.0) for size, weight in zip(sizes, weights, strict=True)]
+    wanted = sum(size * weight for size, weight in zip(sizes, weights, strict=True))
+    factor = wanted / sum(size * weight for size, weight in zip(sizes, tempered, strict=True))
+    return [weight * factor for weight in tempered]
+
+
 def schedule_batches(config: TrainConfig, store: ExampleStore, session: Session) -> tuple[BatchSchedule, int]:
     """Return the order of the examples and the number of optimizer steps."""
     size = config.global_batch_size or config.batch_size * session.world_size
@@ -140,7 +151,7 @@ def schedule_batches(config: TrainConfig, store: ExampleStore, session: Session)
         store.sizes,
         size,
         config.seed,
-        weights=store.weights,
+        weights=source_weights(store.sizes, store.weights, config.sampling_alpha),
         names=store.names,
         homogeneous=config.homogeneous_batches,
         keys=store.all_keys() if config.no_duplicates else None,

@@ -261,6 +261,7 @@ class ContrastiveStep:
             world_size=self.session.world_size,
             negative_scores=negative_scores,
             number=batch.number,
+            source=rank_batch.source,
         )
         if self.teachers is None:
             return loss_batch

@@ -27,6 +27,7 @@ from vembed.evaluation.scores import deciding_metric, evaluate_model
 from vembed.progress import duration
 from vembed.report.record import scores_line
 from vembed.training.budget import find_budget
+from vembed.training.by_source import LossesBySource
 from vembed.training.checkpoint import Checkpointer
 from vembed.training.configured import configured_hooks
 from vembed.training.console import SetupLines
@@ -99,6 +100,7 @@ class Trainer:
             ProgressBar(runtime.console),
             Profile(config, session.rank, self.data.total_steps),
             Diagnostics(),
+            LossesBySource(),
             StepCurves(),
             QueryRecord(),
             SetupLines(),

@@ -1,0 +1,134 @@
+"""Rules and remarks on the losses, teachers and guides of a run."""
+
+from __future__ import annotations
+
+from vembed.config.schema import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, TrainConfig
+from vembed.config.terms import (
+    FOLLOWS_TEACHER,
+    LOSS_OPTIONS,
+    READS,
+    SCORES,
+    followed_teacher,
+    guide_of,
+    has_tasks,
+    listed_teachers,
+    losses_of,
+    run_terms,
+    takes_vectors,
+)
+from vembed.config.violation import Rule, Violation, word
+
+
+def _triplet_has_negatives(config: TrainConfig) -> Violation | None:
+    if "triplet" not in losses_of(config) or config.max_negatives != 0:
+        return None
+    return Violation(
+        ("loss", "max_negatives"),
+        "loss: triplet compares each positive with given negatives, and max_negatives: 0 leaves none: raise it",
+    )
+
+
+def _learned_temperature_in_range(config: TrainConfig) -> Violation | None:
+    learned = [term for _, term in run_terms(config) if term.learn_temperature or term.loss == "sigmoid"]
+    outside = [one.temperature for one in learned if not LOWEST_TEMPERATURE <= one.temperature <= HIGHEST_TEMPERATURE]
+    if not outside:
+        return None
+    return Violation(
+        ("temperature", "learn_temperature", "losses"),
+        f"temperature: {outside[0]:g} is where a learned temperature starts, and it is kept from "
+        f"{LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}: start inside",
+    )
+
+
+def _one_loss_or_a_list(config: TrainConfig) -> Violation | None:
+    # A config that was written by a run names every option, and `loss` with its default value.
+    if config.losses is None or (config.losses and config.loss == "infonce"):
+        return None
+    problem = f"and loss: {config.loss} are two ways to say one thing: keep one of them"
+    return Violation(("losses", "loss"), f"losses {problem if config.losses else 'is an empty list: name a loss'}")
+
+
+def _teachers_have_names_of_their_own(config: TrainConfig) -> Violation | None:
+    labels = [one.label for one in listed_teachers(config)]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is None and SCORES not in labels:
+        return None
+    if twice is None:
+        return Violation(("teachers",), f"teachers: the name {SCORES!r} stands for scores in the data: choose another")
+    return Violation(("teachers",), f"teachers: {twice} is named twice: keep it once, or give each entry a name")
+
+
+def _losses_have_teachers(config: TrainConfig) -> Violation | None:
+    for _, term in run_terms(config):
+        teacher, what = followed_teacher(term), f"loss: {term.loss}"
+        if term.loss in FOLLOWS_TEACHER and teacher is None:
+            return Violation(
+                ("loss", "losses", "teacher"),
+                f"{what} follows a teacher, and the config names none: give teacher a model, or scores where the data "
+                "have them",
+            )
+        if teacher == SCORES and takes_vectors(term):
+            more = " with distill_candidates: batch" if term.loss == "kl" else ""
+            return Violation(
+                ("loss", "losses", "teacher"),
+                f"{what}{more} needs vectors, and teacher: {SCORES} has scores of listed pairs alone: name a model",
+            )
+        if guide_of(term) == SCORES:
+            return Violation(
+                ("guide",), f"guide: {SCORES} cannot score pairs that nobody listed: give guide an embedding model"
+            )
+    return None
+
+
+def _tasks_have_batches_of_their_own(config: TrainConfig) -> Violation | None:
+    if config.homogeneous_batches or not has_tasks(config):
+        return None
+    return Violation(
+        ("data_path", "homogeneous_batches"),
+        "data_path: a source with losses or a temperature of its own needs batches of its own: set "
+        "homogeneous_batches: true",
+    )
+
+
+def _mixtures_are_candidates(config: TrainConfig) -> Violation | None:
+    if config.negatives_from != "own_rank" or not any(term.mix_negatives for _, term in run_terms(config)):
+        return None
+    return Violation(
+        ("mix_negatives", "negatives_from"),
+        "mix_negatives makes negatives of the whole batch, and negatives_from: own_rank leaves them out: keep one of "
+        "them",
+    )
+
+
+LOSS_RULES: tuple[Rule, ...] = (
+    _triplet_has_negatives,
+    _learned_temperature_in_range,
+    _one_loss_or_a_list,
+    _teachers_have_names_of_their_own,
+    _losses_have_teachers,
+    _tasks_have_batches_of_their_own,
+    _mixtures_are_candidates,
+)
+
+
+def loss_remarks(config: TrainConfig, set_apart: set[str]) -> list[str]:
+    """Return remarks on options that none of the run's losses reads, or that an entry of `losses` does not read."""
+    values = dict(config)
+    losses = tuple(dict.fromkeys(term.loss for _, term in run_terms(config)))
+    unread = LOSS_OPTIONS.difference(*(READS[loss] for loss in losses))
+    which = f"loss: {losses[0]}" if len(losses) == 1 and config.losses is None else f"losses: {', '.join(losses)}"
+    # One guide or teacher may serve some of the losses, so an option of the run needs one loss that reads it.
+    found = [f"{name}: {word(values[name])} has no effect with {which}" for name in sorted(unread & set_apart)]
+    for number, term in enumerate(config.losses or [], 1):
+        own = {name: value for name, value in dict(term).items() if value is not None and name in LOSS_OPTIONS}
+        found += [
+            f"losses, entry {number}: {name}: {word(own[name])} has no effect with loss: {term.loss}"
+            for name in sorted(own.keys() - READS[term.loss])
+        ]
+    if not any(term.guide for _, term in run_terms(config)):
+        found += [
+            f"{name}: {word(values[name])} has no effect without guide"
+            for name in ("guide_margin", "guide_margin_kind")
+            if name in set_apart
+        ]
+    return found
