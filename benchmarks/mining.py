@@ -49,7 +49,7 @@ def case(pairs: list[Pair], seed: int) -> Case:
         lines = pair.positive.splitlines()
         if len(lines) < MIN_LINES or pair.query in hidden:
             continue
-        halves = ["\n".join(lines[: len(lines) // 2]), "\n".join(lines[len(lines) // 2 :])]
+        halves = ["\n".join(part).strip() for part in (lines[: len(lines) // 2], lines[len(lines) // 2 :])]
         corpus |= dict.fromkeys(halves)
         draw.shuffle(halves)
         rows.append({"query": pair.query, "positive": halves[0]})
