@@ -13,8 +13,8 @@ import pytest
 from tests.cli.conftest import Command
 from tests.cli.test_runs import command, losses
 from tests.tiny import shared, texts, tiny_bert_st
+from vembed.config.entries import DataSource
 from vembed.config.output_folder import expand_output_dir
-from vembed.config.schema import DataSource
 
 
 @pytest.fixture(scope="module")

@@ -438,10 +438,10 @@ def test_an_accelerate_file_and_the_launchers_environment_mean_what_the_yaml_mea
 ELSEWHERE = {
     "save_total_limit", "async_save", "resume", "resume_anyway", "on_save_error", "max_train_minutes", "wandb_project",
     "wandb_tags", "eval_batch_tokens", "trust_remote_code", "num_processes", "num_machines",
-    "ema", "guards",
+    "ema", "guards", "overwrite", "console", "val_split",
 }  # fmt: skip
-"""Options of the tests above that take a preparation of their own; `ema` and `guards` are in
-tests/training/test_guards_and_average.py."""
+"""Options whose effect takes a preparation: in the tests above, tests/training/test_guards_and_average.py,
+tests/cli/test_finished_runs.py, tests/training/test_console.py and tests/data/test_held_out.py."""
 
 
 def test_every_option_has_a_row() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.config.conftest import NEEDED, WriteConfig
+from vembed.config.entries import DataSource
 from vembed.config.loading import load_config, render, resolve_run, save_config
-from vembed.config.schema import DataSource, TrainConfig
+from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 
 LAUNCHER = {

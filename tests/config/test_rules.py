@@ -8,8 +8,9 @@ import pytest
 
 from tests.config.conftest import WriteConfig
 from vembed.config import rules
+from vembed.config.entries import LossName
 from vembed.config.loading import load_config, resolve_run
-from vembed.config.schema import LossName, TrainConfig
+from vembed.config.schema import TrainConfig
 from vembed.config.terms import READS
 from vembed.errors import UserError
 

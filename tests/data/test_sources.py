@@ -15,8 +15,8 @@ import pytest
 
 from tests.data.files import RECORDS, config, open_path, refused, write_format, write_jsonl, write_lines
 from tests.data.pictures import encoded, write
+from vembed.config.entries import DataSource
 from vembed.config.loading import load_config
-from vembed.config.schema import DataSource
 from vembed.data.examples import ImageRef, Item
 from vembed.data.sources import open_examples
 from vembed.errors import UserError

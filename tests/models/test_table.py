@@ -13,7 +13,8 @@ import pytest
 from tests import tiny
 from tests.docs.pages import ROOT
 from tests.files.saving import save
-from vembed.config.schema import FamilyName, TrainConfig
+from vembed.config.entries import FamilyName
+from vembed.config.schema import TrainConfig
 from vembed.families import table
 from vembed.families.decisions import describe
 from vembed.families.description import DESCRIPTION_FILE, ModelDescription

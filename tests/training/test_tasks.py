@@ -15,8 +15,8 @@ import vembed
 from tests.harness import run_ranks
 from tests.losses.batches import check, config_of, make_batch
 from tests.tiny import shared, texts, tiny_bert
+from vembed.config.entries import DataSource
 from vembed.config.loading import resolve_run
-from vembed.config.schema import DataSource
 from vembed.config.terms import source_configs
 from vembed.data.batches import BatchSchedule
 from vembed.losses.build import build_loss

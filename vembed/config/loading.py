@@ -12,6 +12,7 @@ import yaml
 
 from vembed.config import rules
 from vembed.config.accelerate_file import AccelerateFile, preset_names, read_accelerate_file
+from vembed.config.entries import DataSource
 from vembed.config.fsdp import FSDP1_ONLY, FSDP2_ONLY
 from vembed.config.layers import (
     COMMAND_LINE,
@@ -31,7 +32,7 @@ from vembed.config.options import all_options
 from vembed.config.output_folder import expand_output_dir
 from vembed.config.parsing import CoreDumper
 from vembed.config.resolved import DEFAULT, ResolvedRun, decide
-from vembed.config.schema import DataSource, TrainConfig
+from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 
 UNSAID = ("use_fsdp", "temperature")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vembed.config.schema import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, TrainConfig
+from vembed.config.entries import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from vembed.config.schema import TrainConfig
 from vembed.config.terms import (
     FOLLOWS_TEACHER,
     LOSS_OPTIONS,

@@ -16,7 +16,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from vembed.config.schema import DataSource, Frozen, LossTerm, Teacher, TrainConfig
+from vembed.config.entries import DataSource, Frozen, LossTerm, Teacher
+from vembed.config.schema import TrainConfig
 
 SECTION = re.compile(r"# -{4} (.+?) -{4,}")
 FIELD = re.compile(r"^    (\w+):")

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import PurePath
 from typing import Any
 
-from vembed.config.schema import DataSource
+from vembed.config.entries import DataSource
 
 FIELDS = ("model", "data", "seed", "time")
 _FIELD = re.compile(r"\{([^{}]*)\}")

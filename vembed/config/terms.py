@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vembed.config.schema import DataSource, LossTerm, Teacher, TrainConfig
+from vembed.config.entries import DataSource, LossTerm, Teacher
+from vembed.config.schema import TrainConfig
 
 SCORES = "scores"
 """Name of the teacher whose scores are in the data."""

@@ -13,7 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from vembed.config.schema import DataSource, TrainConfig
+from vembed.config.entries import DataSource
+from vembed.config.schema import TrainConfig
 from vembed.config.terms import losses_of, source_config
 from vembed.data.batches import ContentKeys
 from vembed.data.cache import IndexCache, cache_folder, short_hash

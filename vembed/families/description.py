@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vembed.config.schema import FamilyName
+from vembed.config.entries import FamilyName
 from vembed.families.table import FAMILIES, Family, Modality, Pooling
 
 DESCRIPTION_FILE = "vembed.json"

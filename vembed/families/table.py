@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vembed.config.schema import FamilyName
+from vembed.config.entries import FamilyName
 
 Pooling = Literal["cls", "mean", "last", "weighted_mean", "max", "own"]
 Modality = Literal["text", "image", "multimodal"]

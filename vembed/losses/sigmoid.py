@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from vembed.config.schema import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, TrainConfig
+from vembed.config.entries import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from vembed.config.schema import TrainConfig
 from vembed.losses.batch import LossBatch
 from vembed.losses.candidates import find_candidates
 from vembed.losses.infonce import guide_for

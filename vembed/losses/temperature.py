@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from vembed.config.schema import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, TrainConfig
+from vembed.config.entries import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from vembed.config.schema import TrainConfig
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.matryoshka import Similarity, arithmetic_dtype
 

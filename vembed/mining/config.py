@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from vembed.config.schema import DataSource, Fraction, Frozen, NonNegativeInt, Number, PositiveFloat, PositiveInt
+from vembed.config.entries import DataSource, Fraction, Frozen, NonNegativeInt, Number, PositiveFloat, PositiveInt
 
 BM25 = "bm25"
 """Name of the lexical retriever, where a model would stand."""

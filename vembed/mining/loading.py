@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from vembed.config.entries import Frozen
 from vembed.config.options import nearest, shown
 from vembed.config.parsing import CoreDumper, Node, parse_value, read_tree
-from vembed.config.schema import Frozen
 from vembed.errors import UserError
 
 COMMAND_LINE = "command line"

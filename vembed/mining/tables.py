@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from vembed.config.schema import DataSource
+from vembed.config.entries import DataSource
 from vembed.data.cache import cache_folder
 from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord, Example

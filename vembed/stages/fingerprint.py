@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vembed.config.schema import DataSource, TrainConfig
+from vembed.config.entries import DataSource
+from vembed.config.schema import TrainConfig
 from vembed.training.resume import MAY_CHANGE
 
 PART = 2**20

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from vembed.config.schema import Teacher, TrainConfig
+from vembed.config.entries import Teacher
+from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.distributed.session import Session

@@ -6,7 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from vembed.config.schema import Teacher
+from vembed.config.entries import Teacher
 from vembed.data.examples import Item, Kind
 from vembed.data.feature_store import lasting_identity
 from vembed.data.row_store import KEY_BYTES

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vembed.config.schema import Teacher, TrainConfig
+from vembed.config.entries import Teacher
+from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.distributed.session import Session
 from vembed.errors import UserError

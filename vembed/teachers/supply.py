@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.config.schema import Teacher, TrainConfig
+from vembed.config.entries import Teacher
+from vembed.config.schema import TrainConfig
 from vembed.config.terms import followed_teacher, guide_of, needed_teachers, run_terms, takes_vectors
 from vembed.data.examples import Example, Item
 from vembed.data.rank_batch import RankBatch

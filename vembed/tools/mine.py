@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vembed.config.schema import Frozen
+from vembed.config.entries import Frozen
 from vembed.errors import UserError
 from vembed.mining.config import BM25, AuditConfig, GenerateConfig, MineConfig
 from vembed.mining.loading import describe_options, load_options

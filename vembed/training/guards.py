@@ -8,7 +8,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from vembed.config.schema import Guard, TrainConfig
+from vembed.config.entries import Guard
+from vembed.config.schema import TrainConfig
 from vembed.errors import RunError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.scores import evaluate_model

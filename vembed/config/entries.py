@@ -1,0 +1,133 @@
+"""Types of option values, and the entries of options that are lists: teachers, losses, guards and data sources."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _no_bool(value: Any) -> Any:
+    """Refuse booleans, which pydantic would otherwise accept as the numbers 0 and 1."""
+    if isinstance(value, bool):
+        raise ValueError("true and false are no numbers")
+    return value
+
+
+Number = BeforeValidator(_no_bool)
+PositiveInt = Annotated[int, Field(gt=0, lt=2**63), Number]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), Number]
+NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False), Number]
+PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Number]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), Number]
+Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Number]
+Dtype = Literal["float32", "bfloat16", "float16"]
+FamilyName = Literal["text_encoder", "text_decoder", "clip", "siglip", "image_encoder", "vision_language", "composed"]
+"""Names of the model families. `vembed/families/table.py` has a record for each."""
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.005, 1.0
+"""Limits of a learned temperature."""
+
+
+class Frozen(BaseModel):
+    """Base class of config models: immutable; unknown keys are errors."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        coerce_numbers_to_str=True,  # run_name: 2024 is a name
+    )
+
+
+LossName = Literal[
+    "infonce", "cosent", "cosine", "triplet", "sigmoid",
+    "kl", "margin_mse", "score_mse", "embedding", "relational", "spread_out", "listwise", "ranknet",
+]  # fmt: skip
+
+
+class Guard(Frozen):
+    """One entry of `guards`."""
+
+    path: str
+    """Evaluation data, as `val_data_path` takes them."""
+    name: str | None = None
+    """Name in the log and the report. Default: that of the file."""
+    max_drop: NonNegativeFloat = 0.02
+    """The most that its main score (ndcg@10, or spearman for scored pairs) may fall below that before training."""
+
+
+class Teacher(Frozen):
+    """One entry of `teachers`."""
+
+    model: str
+    """An embedding model or a reranker: a Hub name or a local folder."""
+    name: str | None = None
+    """Name that `teacher` and `guide` refer to. Default: `model`."""
+    kind: Literal["auto", "embedder", "reranker"] = "auto"
+    """embedder: gives vectors. reranker: a sequence classifier that scores (query, document) pairs. `auto`: from the
+    architectures that the model's config names."""
+    query_prompt: str | None = None
+    """Text put before every query. Default: the model's own."""
+    document_prompt: str | None = None
+    """Text put before every document. Default: the model's own."""
+    max_length: PositiveInt | None = None
+    """Longest text in tokens. Default: the model's own limit, at most 512."""
+    scale: PositiveFloat = 1.0
+    """Factor of a reranker's scores: its logits are no cosines, and losses compare them with similarities."""
+
+    @property
+    def label(self) -> str:
+        """Name of the teacher in this run."""
+        return self.name or self.model
+
+
+class LossTerm(Frozen):
+    """One entry of `losses`: a loss, its weight, and options of the same names for this term alone."""
+
+    loss: LossName
+    """Which loss."""
+    weight: PositiveFloat = 1.0
+    """Factor of the term in the sum."""
+    teacher: str | None = None
+    guide: str | None = None
+    guide_margin: Annotated[float, Field(allow_inf_nan=False), Number] | None = None
+    guide_margin_kind: Literal["absolute", "relative"] | None = None
+    temperature: PositiveFloat | None = None
+    teacher_temperature: PositiveFloat | None = None
+    distill_candidates: Literal["listed", "batch"] | None = None
+    hardness_alpha: NonNegativeFloat | None = None
+    focal_gamma: NonNegativeFloat | None = None
+    mix_negatives: NonNegativeInt | None = None
+    learn_temperature: bool | None = None
+    bidirectional: bool | None = None
+    query_query_negatives: bool | None = None
+    document_document_negatives: bool | None = None
+    false_negative_margin: Annotated[float, Field(allow_inf_nan=False), Number] | None = None
+    hard_negatives_scope: Literal["all", "own"] | None = None
+    triplet_margin: NonNegativeFloat | None = None
+
+
+class DataSource(Frozen):
+    """One entry of `data_path` when it is a list."""
+
+    path: str
+    """A file (JSONL, CSV, TSV, Parquet), a folder saved by `datasets`, or a Hub dataset name."""
+    weight: PositiveFloat = 1.0
+    """Number of times that each example is drawn per epoch, on average. 1: once; 0.5: half of them."""
+    name: str | None = None
+    """Name in logs. Default: the path."""
+    column_mapping: dict[str, str] | None = None
+    """Like the option of the same name, for this source only."""
+    query_prompt: str | None = None
+    """Text put before the queries of this source, in place of the run's."""
+    document_prompt: str | None = None
+    """Text put before the documents of this source, in place of the run's."""
+    max_length: PositiveInt | None = None
+    """Maximum length of this source's texts in tokens, where it is below the run's."""
+    losses: list[LossTerm] | None = None
+    """The losses of this source, instead of those of the run; needs `homogeneous_batches`. A task of its own."""
+    temperature: PositiveFloat | None = None
+    """Like the option of the same name, for this source only; needs `homogeneous_batches`."""
+    max_negatives: NonNegativeInt | None = None
+    """Like the option of the same name, for this source only."""
