@@ -109,6 +109,7 @@ BUILT: dict[str, Row] = {
     "use_qlora": ("qlora", num_quantized, True),
     "freeze": ("many", lambda one: _trained(one, "embeddings"), False),
     "data_path": ("two", lambda one: len(one.trainer.data.examples), 64),
+    "val_split": ("held_out", lambda one: one.trainer.data.evaluation is not None, True),
     "val_data_path": ("validated", lambda one: one.trainer.data.evaluation is not None, True),
     "column_mapping": ("named", lambda one: len(one.trainer.data.examples), 48, "bad"),
     "retrieval_mode": ("pictures", lambda one: len(one.trainer.data.examples[0].positives[0].images), 1, "as_text"),
@@ -250,6 +251,19 @@ def test_run_json_holds_the_decisions_with_reason_and_source() -> None:
     assert decisions["strategy"] == {"value": "single", "reason": "one process", "source": "default"}
     assert decisions["gradient checkpointing"]["reason"] == "default without use_fsdp"
     assert set(decisions) == {"strategy", "gradient checkpointing", "mixed precision", "timeout in minutes"}
+
+
+def test_a_finished_run_is_replaced_only_when_asked_and_quietly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """overwrite, console."""
+    options = given({"max_steps": 1, "output_dir": str(tmp_path / "run")})
+    vembed.train(options)
+    assert "step 1" in capsys.readouterr().out
+    with pytest.raises(UserError, match="overwrite"):
+        vembed.train(options)
+    vembed.train({**options, "overwrite": True, "console": "quiet"})
+    assert "step 1" not in capsys.readouterr().out
 
 
 def test_checkpoints_and_their_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -437,11 +451,11 @@ def test_an_accelerate_file_and_the_launchers_environment_mean_what_the_yaml_mea
 
 ELSEWHERE = {
     "save_total_limit", "async_save", "resume", "resume_anyway", "on_save_error", "max_train_minutes", "wandb_project",
-    "wandb_tags", "eval_batch_tokens", "trust_remote_code", "num_processes", "num_machines",
-    "ema", "guards", "overwrite", "console", "val_split",
+    "wandb_tags", "overwrite", "console", "eval_batch_tokens", "trust_remote_code", "num_processes", "num_machines",
+    "ema", "guards",
 }  # fmt: skip
-"""Options whose effect takes a preparation: in the tests above, tests/training/test_guards_and_average.py,
-tests/cli/test_finished_runs.py, tests/training/test_console.py and tests/data/test_held_out.py."""
+"""Options of the tests above that take a preparation of their own; `ema` and `guards` are in
+tests/training/test_guards_and_average.py."""
 
 
 def test_every_option_has_a_row() -> None:
