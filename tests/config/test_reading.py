@@ -164,7 +164,7 @@ def test_broken_files(write_config: WriteConfig) -> None:
     message = error_of(write_config("a: [1\n"))
     assert "cfg.yaml, line 4: not valid YAML" in message and "begun in line 3" in message
     assert "is empty" in error_of(write_config(needed=""))
-    assert "has no options" in error_of(write_config("- a\n- b\n", needed=""))
+    assert "is a list of 2 entries" in error_of(write_config("- a\n- b\n", needed=""))
     Path("latin.yaml").write_bytes(b"model_name: m\nrun_name: caf\xe9\n")
     assert "latin.yaml, line 2: not UTF-8 text" in error_of("latin.yaml")
     Path("nul.yaml").write_bytes(b"model_name: m\nrun_name: a\x00b\n")

@@ -67,9 +67,9 @@ def test_a_line_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (
             "csv",
             "question,answers\na,b\n",
-            r"no positive \(it has question, answers\).*column_mapping: \{answers: positive\}",
+            r"no positive \(it has question, answers\).*column_mapping: \{your_positive: positive\}",
         ),
-        ("csv", "x;y\n1;2\n", r"no query and no positive \(it has x, y\).*column_mapping: \{x: query, y: positive\}"),
+        ("csv", "x;y\n1;2\n", r"no query and no positive \(it has x, y\).*column_mapping: \{your_query: query, "),
         ("csv", b"query,positive\n\xfc,b\n", r"a\.csv:2: not UTF-8 .*: save the file as UTF-8"),
         ("csv", "query,positive,query\na,b,c\n", "more than one column named query"),
         ("csv", "query,positive\n", "holds no records"),

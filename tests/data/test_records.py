@@ -322,7 +322,7 @@ def test_cells_of_a_table_are_text() -> None:
 
 def test_missing_columns_of_a_table() -> None:
     for columns, advice in (
-        (("x", "y"), "no query and no positive .it has x, y.: .* {x: query, y: positive}$"),
+        (("x", "y"), "no query and no positive .it has x, y.: .* {your_query: query, your_positive: positive}$"),
         (("Ticket ID", "Subject", "Resolution"), "{Subject: query, Resolution: positive}$"),
         (("text1", "text2"), "{text1: query, text2: positive}$"),
         (("caption", "file_name"), "{caption: query, file_name: positive_image}$"),

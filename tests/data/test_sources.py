@@ -402,5 +402,5 @@ def test_a_source_without_negatives_is_named_where_the_loss_needs_them(tmp_path:
 
 def test_an_unknown_key_of_a_source_lists_the_known_ones() -> None:
     entry = {"path": "a.jsonl", "wieght": 2}
-    with pytest.raises(UserError, match=r"did you mean 'weight'\?; an entry may have path, weight, .* and max_length"):
+    with pytest.raises(UserError, match=r"did you mean 'weight'\?; an entry may have path, weight, .*max_length, .*"):
         load_config({"model_name": "m", "data_path": [entry]})

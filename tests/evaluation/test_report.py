@@ -149,8 +149,8 @@ def test_a_run_without_evaluation_says_so_and_how_to_get_one(tmp_path):
     run = write_run(tmp_path / "run", [step(i) for i in range(1, 4)])
     _, text = parsed(write_report(run))
     assert "Not evaluated" in text and "val_split: 0.1" in text and "3.000 -> 1.000" not in text
-    assert "Nothing was evaluated: set val_split: 0.1, or give val_data_path" in text
-    assert (run / "report.md").read_text().startswith("# Loss 3.000 -> 1.000\n")
+    assert "Nothing was evaluated: set val_split: 0.1 , or give val_data_path" in text
+    assert (run / "report.md").read_text().startswith("# Not evaluated\n")
 
 
 def test_a_run_without_a_first_evaluation(tmp_path):

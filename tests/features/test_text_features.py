@@ -107,7 +107,7 @@ def test_a_text_is_tokenised_once_and_the_cache_is_bounded(monkeypatch: pytest.M
     assert mine._text is not None
     tokenised: list[str] = []
     encode = mine._text.encode
-    monkeypatch.setattr(mine._text, "encode", lambda texts: tokenised.extend(texts) or encode(texts))
+    monkeypatch.setattr(mine._text, "encode", lambda texts, *rest: tokenised.extend(texts) or encode(texts, *rest))
     few = tiny.texts(5, seed=9)
     first = mine.features([(Item(text=text), "query") for text in few * 2])
     again = mine.features([(Item(text=text), "document") for text in few])  # without prompts the roles are the same

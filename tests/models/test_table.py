@@ -21,9 +21,9 @@ from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.inference.embedder import Embedder
 
 NAMED_ELSEWHERE = {
-    "cli.py": "default of --family",
+    "cli_start.py": "default of --family",
     "config/rules.py": "rules between the values of two options",
-    "config/schema.py": "values of the option model_family",
+    "config/entries.py": "values of the option model_family",
     "config/spelling.py": "name of a loss",
     "tools/selftest.py": "description of a model made for the test",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from vembed.data.examples import Example, Item
 from vembed.data.normal_form import normal_key
@@ -83,7 +84,7 @@ def warnings_of(overlaps: Sequence[Overlap]) -> list[str]:
 def shown(item: Item) -> str:
     """Return a short form of an item for messages."""
     text = " ".join((item.text or "").split())
-    names = [image.path or "an image" for image in item.images]
+    names = [Path(image.path).name if image.path else "an image" for image in item.images]
     full = " + ".join([*([repr(text)] if text else []), *names])
     return full if len(full) <= SHOWN else full[: SHOWN - 3] + "..."
 

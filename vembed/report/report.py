@@ -246,6 +246,8 @@ def markdown(record: RunRecord) -> str:
         head = _fallback(record)
     parts = [f"# {head}", sentence(record)]
     parts += [f"> Warning: {warning}" for warning in record.summary.warnings]
+    if not record.headline:
+        parts.append("Nothing was evaluated: set `val_split: 0.1`, or give `val_data_path`.")
     if record.headline:
         found = comparison(record)
         parts += ["## Before and after", *([verdict(record, found)] if found else [])]
