@@ -30,18 +30,18 @@ class Case:
     steps: int = 6
     """Number of steps, the first of which is warm-up. Some steps without dropout precede them, to compare losses."""
     uniform: bool = False
-    """Whether every text fills max_length."""
+    """True if every text fills max_length."""
     negatives: int = 0
     """Hard negatives per row. They repeat from row to row."""
     cached: bool = False
-    """Whether both sides use Gradient Cache."""
+    """True if both sides use Gradient Cache."""
     mrl: bool = False
     ranks: int = 1
     """Processes. Each gets an equal part of the batch and of the cores."""
     num_rows: int = 0
     """Rows of data. 0: as many as the steps need."""
     only_starts: bool = False
-    """Whether to stop when the first batch is ready."""
+    """True to stop when the first batch is ready."""
 
 
 CASES = (

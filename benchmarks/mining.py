@@ -35,7 +35,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Mined:
-    """What a side gives: negatives per row, and how long it took."""
+    """Result of a side: negatives per row, and how long it took."""
 
     negatives: list[list[str]]
     seconds: float

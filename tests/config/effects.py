@@ -1,4 +1,4 @@
-"""Where the effect of each option is seen: on a trainer that was built with it, on a loss, in the files of a run."""
+"""The effect of each option: on a trainer that was built with it, on a loss, in the files of a run."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Built:
         return list(map(int, features.token_ids))
 
     def image_tokens(self, name: str) -> int:
-        """How long an image is for the model."""
+        """Return the length of an image for the model."""
         item = Item(images=(ImageRef(path=str(folder() / name)),))
         (features,) = self.trainer.parts.featuriser.features([(item, "document")])
         return features.length
@@ -195,7 +195,7 @@ def loss_value(options: Options) -> float:
 
 
 def world_sizes(options: Options) -> tuple[str, str]:
-    """What the processes of a launch would find in their environment."""
+    """Return the environment of the processes of a launch."""
     launch = resolve_launch(resolve(options), env={"CUDA_VISIBLE_DEVICES": ""})
     first = rank_environments(launch.num_processes, num_machines=launch.num_machines, env={})[0]
     return first["WORLD_SIZE"], first["LOCAL_WORLD_SIZE"]

@@ -93,7 +93,7 @@ ROWS: dict[str, tuple[str, str, Any, str]] = {
 
 @cache
 def facts() -> dict[str, dict[str, Any]]:
-    """What rank 1 of two saw in each case."""
+    """Return what rank 1 of two saw in each case."""
     cases = {name: {"model_name": tiny.tiny_bert, "data_path": "unused", **options} for name, options in CASES.items()}
     cases = {name: {**one, "model_name": str(tiny.shared(one["model_name"]))} for name, one in cases.items()}
     return run_ranks(_observe, 2, cases, process_group=False, timeout=300)[1]

@@ -17,7 +17,7 @@ from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.saving.layout import write_json
 from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_model
-from vembed.weights.inputs import default_base, open_source
+from vembed.weights.inputs import Source, default_base, open_source
 from vembed.weights.merging import Merge
 from vembed.weights.methods import METHODS, OF_DIFFERENCES, Method, Recipe
 from vembed.weights.trials import Judge, Trial, at_point, greedy_soup, sweep
@@ -95,11 +95,7 @@ def merge(
             made = {name: folder if folder.is_dir() else None for name, folder in folders.items()}
         sources = [open_source(name, made[name]) for name in names]
         wants_base = recipe.needs_base or (sweep_points is not None and len(names) == 1)
-        base_name = (str(base) if base is not None else default_base(sources)) if wants_base else None
-        if wants_base and base_name is None:
-            raise UserError(f"{method} needs the model that the others were tuned from: give it as base (--base)")
-        if wants_base and base is None:
-            log.info("base: %s (the model that all were tuned from)", base_name)
+        base_name = _base_name(base, sources, method) if wants_base else None
         below = open_source(base_name) if base_name is not None else None
         fitting = Merge(sources, below)
 
@@ -127,6 +123,17 @@ def merge(
     if judge is not None and score is None:
         score = judge.score(target)
     return MergeResult(target, recipe, tuple(names[place] for place in chosen), score, tuple(trials))
+
+
+def _base_name(base: str | Path | None, sources: Sequence[Source], method: MergeMethod) -> str:
+    """Return the name of the base model: the one given, or the one that all sources were tuned from."""
+    if base is not None:
+        return str(base)
+    found = default_base(sources)
+    if found is None:
+        raise UserError(f"{method} needs the model that the others were tuned from: give it as base (--base)")
+    log.info("base: %s (the model that all were tuned from)", found)
+    return found
 
 
 def _expanded(names: Sequence[str], last: int | None) -> list[str]:
