@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from vembed.errors import UserError
     from vembed.evaluation.scores import evaluate
     from vembed.inference.embedder import Embedder
-    from vembed.mining.audit import audit
-    from vembed.mining.generate import generate
-    from vembed.mining.run import mine
+    from vembed.mining.data_audit import audit
+    from vembed.mining.mining_run import mine
+    from vembed.mining.pair_generation import generate
     from vembed.training.run import train
     from vembed.weights.edit import edit
     from vembed.weights.merge import merge
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 _HOME = {
     "Embedder": "vembed.inference.embedder",
     "UserError": "vembed.errors",
-    "audit": "vembed.mining.audit",
+    "audit": "vembed.mining.data_audit",
     "edit": "vembed.weights.edit",
     "evaluate": "vembed.evaluation.scores",
     "fsdp_empty_cache": "vembed.distributed.memory",
     "fsdp_print_memory_usage": "vembed.distributed.memory",
-    "generate": "vembed.mining.generate",
+    "generate": "vembed.mining.pair_generation",
     "load_config": "vembed.config.loading",
     "merge": "vembed.weights.merge",
-    "mine": "vembed.mining.run",
+    "mine": "vembed.mining.mining_run",
     "train": "vembed.training.run",
     "unify_model_dtype_for_fsdp": "vembed.distributed.parameters",
 }

@@ -90,7 +90,7 @@ def eval(
         }
         if (code := _share(ctx, nproc)) is not None:
             return code
-        from vembed.tools.evaluate import run_evaluate
+        from vembed.tools.evaluate_command import run_evaluate
         from vembed.tools.model_argument import usable_model
 
         with usable_model(model) as found:
@@ -179,7 +179,7 @@ def mine(words: Words = None) -> None:
 
     def call() -> int:
         from vembed.mining.config import MineConfig
-        from vembed.tools.mine import options_help, run_mine
+        from vembed.tools.mine_command import options_help, run_mine
 
         if {"-h", "--help"} & set(words or []):
             sys.stdout.write(options_help("mine", str(mine.__doc__), MineConfig))
@@ -196,7 +196,7 @@ def audit(words: Words = None) -> None:
 
     def call() -> int:
         from vembed.mining.config import AuditConfig
-        from vembed.tools.mine import options_help, run_audit
+        from vembed.tools.mine_command import options_help, run_audit
 
         if {"-h", "--help"} & set(words or []):
             sys.stdout.write(options_help("audit", " ".join(str(audit.__doc__).split()), AuditConfig))
@@ -213,7 +213,7 @@ def generate(words: Words = None) -> None:
 
     def call() -> int:
         from vembed.mining.config import GenerateConfig
-        from vembed.tools.mine import options_help, run_generate
+        from vembed.tools.mine_command import options_help, run_generate
 
         if {"-h", "--help"} & set(words or []):
             sys.stdout.write(options_help("generate", " ".join(str(generate.__doc__).split()), GenerateConfig))
@@ -261,7 +261,7 @@ def plan(words: Words = None) -> None:
     """Predict the memory of each process for a config, and the settings that fit, without loading the model."""
 
     def call() -> int:
-        from vembed.stages.run import plan_stages, road_of_arguments
+        from vembed.stages.sequence import plan_stages, road_of_arguments
         from vembed.tools.plan import run_plan
 
         # A dry run needs no machine rank, and may describe GPUs of other machines.
@@ -360,8 +360,8 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
         sys.stdout.write(train_help())
         return 0
     arguments = parse_train_arguments(words)
-    from vembed.stages.run import road_of_arguments, run_stages
-    from vembed.tools.train import run_train
+    from vembed.stages.sequence import road_of_arguments, run_stages
+    from vembed.tools.train_command import run_train
 
     road = road_of_arguments(arguments)
     if road is not None:

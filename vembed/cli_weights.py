@@ -76,7 +76,7 @@ def merge(
         }
         if (code := share(ctx, nproc)) is not None:
             return code
-        from vembed.tools.merge import run_merge
+        from vembed.tools.merge_command import run_merge
 
         run_merge(
             models, output, base=base, density=density, scale=scale, interpolate=interpolate, last=last,
@@ -125,7 +125,7 @@ def edit(
         }
         if (code := share(ctx, nproc)) is not None:
             return code
-        from vembed.tools.edit import run_edit
+        from vembed.tools.edit_command import run_edit
 
         run_edit(
             model, output, first, second, components=components, strength=strength, data=data, trials=trials,

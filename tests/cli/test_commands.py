@@ -233,7 +233,7 @@ def test_the_entry_point_works_as_a_file_of_a_checkout(process: Command, tmp_pat
     Path("cfg.yaml").write_text("model_name: m\ndata_path: d\n")
     shutil.copytree(ROOT / "vembed", "checkout/vembed", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "configs", "checkout/configs")
-    verb = Path("checkout/vembed/tools/train.py")
+    verb = Path("checkout/vembed/tools/train_command.py")
     verb.write_text(verb.read_text().replace("would run: ", "would run, says the checkout: "))
     done = process("checkout/vembed/entrypoints/train.py", "cfg.yaml", "epochs=2", "use_fsdp=true", "--dry-run")
     assert done.code == 0, done.err

@@ -26,7 +26,7 @@ from vembed.distributed.session import start_session
 from vembed.families.backbones import layers_of
 from vembed.losses.build import build_loss
 from vembed.models.quantized import is_quantized
-from vembed.tools.train import resolve_launch
+from vembed.tools.train_command import resolve_launch
 from vembed.training.checkpoint import Checkpointer
 from vembed.training.interrupts import Interrupts
 from vembed.training.trainer import Runtime, Trainer

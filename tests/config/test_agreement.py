@@ -29,7 +29,7 @@ from vembed.families.backbones import layers_of
 from vembed.families.decisions import describe
 from vembed.models.embedding_model import build_model
 from vembed.tools.doctor import checklist
-from vembed.tools.train import Launch, describe_run, resolve_launch
+from vembed.tools.train_command import Launch, describe_run, resolve_launch
 
 LORA: dict[str, Any] = {"use_lora": True, "lora_r": 2}
 QLORA: dict[str, Any] = {"use_qlora": True, "lora_r": 2, "model_name": tiny.tiny_qwen3}

@@ -27,10 +27,10 @@ from vembed.config.loading import load_config, resolve_run
 from vembed.config.stages import read_road
 from vembed.errors import UserError
 from vembed.mining.config import GenerateConfig, MineConfig
-from vembed.mining.loading import load_options
-from vembed.stages.run import road_of_arguments, run_stages
-from vembed.tools.mine import run_audit, run_generate, run_mine
-from vembed.tools.train import run_train
+from vembed.mining.mining_options import load_options
+from vembed.stages.sequence import road_of_arguments, run_stages
+from vembed.tools.mine_command import run_audit, run_generate, run_mine
+from vembed.tools.train_command import run_train
 
 KNOWN_ELSEWHERE = {
     "cd", "git", "hf", "kubectl", "nvidia-smi", "pip", "sbatch", "tee", ".venv/bin/pre-commit",

@@ -28,6 +28,11 @@ def test_every_module_says_what_belongs_in_it() -> None:
         assert sentence(path), path
 
 
+def test_each_module_name_occurs_once() -> None:
+    names = [path.name for path in modules() if path.name != "__init__.py"]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
 def test_modules_and_functions_stay_small() -> None:
     """At most 500 lines for a module and 80 for a function without its docstring; half of the modules under 200."""
     lengths = []

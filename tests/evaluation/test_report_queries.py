@@ -10,7 +10,7 @@ import pytest
 
 import vembed
 from tests.training.test_run import settings
-from vembed.report.queries import NO_DIFFERENCE, compare_queries, paired_interval, path_of, read_queries
+from vembed.report.query_changes import NO_DIFFERENCE, compare_queries, paired_interval, path_of, read_queries
 from vembed.report.record import read_run
 from vembed.report.report import curves
 

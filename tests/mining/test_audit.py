@@ -10,7 +10,7 @@ from PIL import Image
 from tests.mining.data import documents, model, read_lines, write_lines
 from vembed import UserError, audit
 from vembed.mining.minhash import near_pairs
-from vembed.tools.mine import run_audit
+from vembed.tools.mine_command import run_audit
 
 LONG = "the quick way to sort a list of numbers in place without a copy of the list"
 

@@ -16,7 +16,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.sources import open_examples
 from vembed.errors import RunError
 from vembed.mining.writers import cleaned
-from vembed.tools.mine import run_generate
+from vembed.tools.mine_command import run_generate
 
 __all__ = ["serve"]
 

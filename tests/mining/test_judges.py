@@ -18,7 +18,7 @@ from tests.tiny_tokenizers import MAX_POSITIONS, wordpiece_tokenizer
 from vembed.errors import RunError, UserError
 from vembed.mining.config import Judge, MineConfig
 from vembed.mining.judges import YES_NO_END, YES_NO_PROMPT, CrossEncoder, YesNoDecoder, answer_of
-from vembed.mining.run import mine
+from vembed.mining.mining_run import mine
 
 
 class Server(ThreadingHTTPServer):

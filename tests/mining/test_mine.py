@@ -314,7 +314,7 @@ def test_mistakes_are_one_sentence(options, changes, message):
 
 
 def test_the_command(options, tmp_path, monkeypatch, capsys):
-    from vembed.tools.mine import run_mine
+    from vembed.tools.mine_command import run_mine
 
     monkeypatch.chdir(tmp_path)
     lines = [f"{name}: {json.dumps(value)}" for name, value in options.items() if name != "num_negatives"]

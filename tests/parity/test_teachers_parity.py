@@ -36,8 +36,8 @@ from vembed.distributed.session import start_session
 from vembed.losses.batch import LossBatch
 from vembed.losses.targets import TeacherScores, TeacherVectors
 from vembed.teachers.cached import KIND
-from vembed.teachers.identity import item_key, pair_key
 from vembed.teachers.supply import Teachers
+from vembed.teachers.teacher_identity import item_key, pair_key
 from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tests.tiny import shared, tiny_bert_st
 from vembed import UserError, evaluate
-from vembed.tools.evaluate import run_evaluate
+from vembed.tools.evaluate_command import run_evaluate
 
 
 @pytest.fixture

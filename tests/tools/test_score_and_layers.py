@@ -16,7 +16,7 @@ from vembed import Embedder, UserError, evaluate
 from vembed.distributed.session import start_session
 from vembed.tools import encode, score
 from vembed.tools.encode import run_encode, session_config
-from vembed.tools.evaluate import run_evaluate
+from vembed.tools.evaluate_command import run_evaluate
 from vembed.tools.score import run_score
 
 TEXTS = ["red cat", "the old house by the river and a bridge", "bird", "red cat", "fast train", "a green dog", "boat"]

@@ -17,7 +17,7 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed.session import start_session
 from vembed.weights.directions import directions, erasure, linear_probe, projection
 from vembed.weights.edit import edit, pareto_front
-from vembed.weights.writers import writers_of
+from vembed.weights.residual_writers import writers_of
 
 COUNT = 200
 

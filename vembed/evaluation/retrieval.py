@@ -12,7 +12,7 @@ from torch import Tensor
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.evaluation.dataset import RetrievalData
-from vembed.evaluation.queries import NUM_FOUND, QueryResults
+from vembed.evaluation.query_results import NUM_FOUND, QueryResults
 from vembed.inference.encoding import Between, first_dims
 
 QUERY_TILE = 256

@@ -17,7 +17,7 @@ from vembed.data.features import Featuriser
 from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, ScoredPairs, Task, open_eval_data
-from vembed.evaluation.queries import QueryResults
+from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.retrieval import retrieval_metrics
 from vembed.evaluation.similarity import similarity_metrics
 from vembed.families.description import ModelDescription

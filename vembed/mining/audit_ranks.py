@@ -10,10 +10,10 @@ import numpy as np
 
 from vembed.errors import UserError
 from vembed.mining.calibration import Calibration, calibrate
-from vembed.mining.candidates import Candidates, CandidateStore
+from vembed.mining.candidate_store import Candidates, CandidateStore
 from vembed.mining.config import MineConfig
 from vembed.mining.findings import Finding, Texts, shown
-from vembed.mining.run import Inputs
+from vembed.mining.mining_run import Inputs
 
 LOW_RANK = 10
 """A positive below so many other documents is looked at."""

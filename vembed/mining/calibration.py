@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vembed.errors import UserError
-from vembed.mining.candidates import Candidates
+from vembed.mining.candidate_store import Candidates
 from vembed.mining.choice import Limits
 from vembed.mining.config import MineConfig
 

@@ -10,7 +10,7 @@ import torch
 
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
-from vembed.mining.candidates import Candidates
+from vembed.mining.candidate_store import Candidates
 from vembed.mining.config import MineConfig
 from vembed.mining.documents import Documents
 from vembed.mining.duplicates import DuplicateFinder

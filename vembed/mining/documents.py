@@ -20,7 +20,7 @@ from vembed.errors import UserError
 from vembed.evaluation.dataset import titled_text
 from vembed.mining.config import DataOptions
 from vembed.mining.contents import KeyIndex, content_key, id_key
-from vembed.mining.tables import CORPUS_FILE, AnyColumns, BeirTable, Rows, TextLines
+from vembed.mining.record_tables import CORPUS_FILE, AnyColumns, BeirTable, Rows, TextLines
 
 TEXT_FIELDS = ("text", "document", "positive", "passage", "content", "contents", "body", "abstract", "sentence")
 IMAGE_FIELDS = ("image", "images", "image_path")

@@ -12,7 +12,7 @@ import numpy as np
 
 from vembed.data.examples import Example, Item
 from vembed.mining.contents import content_key
-from vembed.mining.tables import Rows
+from vembed.mining.record_tables import Rows
 
 Severity = Literal["error", "warning", "note"]
 SHOWN_CHARACTERS = 300

@@ -18,7 +18,7 @@ from vembed.data.examples import Item
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.mining.candidates import Candidates
+from vembed.mining.candidate_store import Candidates
 from vembed.mining.choice import Chosen
 from vembed.mining.config import MineConfig
 from vembed.mining.documents import Documents

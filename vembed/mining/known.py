@@ -15,7 +15,7 @@ from vembed.errors import UserError
 from vembed.mining.config import DataOptions
 from vembed.mining.contents import content_key
 from vembed.mining.documents import Documents
-from vembed.mining.tables import CORPUS_FILE, Rows, qrels_file, read_qrels
+from vembed.mining.record_tables import CORPUS_FILE, Rows, qrels_file, read_qrels
 
 QUERY_ID_FIELDS = ("query_id", "qid", "query-id", "_id")
 POSITIVE_ID_FIELDS = (

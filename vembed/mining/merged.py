@@ -14,7 +14,7 @@ from vembed.mining.contents import content_key
 from vembed.mining.documents import Documents, row_value
 from vembed.mining.judging import UNDECIDED, Judged
 from vembed.mining.known import Known, Pairs
-from vembed.mining.tables import Rows
+from vembed.mining.record_tables import Rows
 
 NEGATIVE_NAMES = (
     "negatives", "negative", "neg", "hard_negatives", "negative_passages", "rejected_response", "negative_image",

@@ -19,7 +19,7 @@ from vembed.families import backbones
 from vembed.families.decisions import has_mrl_projection
 from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.families.model_files import read_model
-from vembed.models import cpu_kernels, loading, packing, precision
+from vembed.models import backbone_loading, cpu_kernels, packing, precision
 from vembed.models.adapters import linear_names_inside_layers, merge_saved_adapter, wants_adapters
 from vembed.models.heads import Dense, Head, load_dense, mrl_projection
 from vembed.models.quantized import four_bit, rounded_to_four_bits
@@ -90,7 +90,7 @@ def _load(
 ) -> PreTrainedModel:
     trust = description.trust_remote_code
     model_config = backbones.read_config(folder, trust_remote_code=trust)
-    loading.adjust_config(model_config, bidirectional=description.bidirectional_attention)
+    backbone_loading.adjust_config(model_config, bidirectional=description.bidirectional_attention)
     chosen = backbones.model_class(model_config, trust_remote_code=trust)
     adapted = wants_adapters(config)
     dtype = precision.wanted_dtype(config) if adapted else precision.trained_dtype(config)
@@ -109,7 +109,7 @@ def _load(
         kernel = packing.register()
     elif kernel == "sdpa" and config.attn_implementation == "auto" and device.type == "cpu":
         kernel = cpu_kernels.register()
-    backbone = loading.load_backbone(
+    backbone = backbone_loading.load_backbone(
         folder,
         model_config,
         dtype=dtype,
@@ -120,8 +120,8 @@ def _load(
         meta=meta,
     )
     if description.bidirectional_attention:
-        loading.see_all_tokens(backbone)
-    loading.share_embeddings(backbone)
+        backbone_loading.see_all_tokens(backbone)
+    backbone_loading.share_embeddings(backbone)
     return backbone
 
 

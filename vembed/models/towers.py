@@ -13,7 +13,7 @@ from torch import nn
 from vembed.errors import UserError
 from vembed.families.backbones import layers_of
 from vembed.families.table import Family, Modality, Pooling, Tower
-from vembed.models.loading import is_never_used
+from vembed.models.backbone_loading import is_never_used
 
 log = logging.getLogger(__name__)
 

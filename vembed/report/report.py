@@ -12,7 +12,7 @@ import yaml
 from vembed.progress import duration
 from vembed.report.page import Figure, Page, render
 from vembed.report.plots import Curve, curve_svg, dims_svg, evaluations_svg
-from vembed.report.queries import NO_DIFFERENCE, Changed, Comparison, Interval, compare_queries
+from vembed.report.query_changes import NO_DIFFERENCE, Changed, Comparison, Interval, compare_queries
 from vembed.report.record import TABLE, RunRecord, Table, metric_name, read_run, short_name
 
 MEANINGS = {

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from vembed.families.backbones import read_config
 from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.adapters import has_adapters, merged_state, save_adapter
+from vembed.models.backbone_loading import quiet_transformers
 from vembed.models.building import empty_backbone
 from vembed.models.heads import Head
-from vembed.models.loading import quiet_transformers
 from vembed.models.names import plain_name
 from vembed.models.processors import load_chat_template, load_tokenizer, save_processors
 from vembed.saving.card import Card, render_card

@@ -25,8 +25,8 @@ from vembed.losses.matryoshka import arithmetic_dtype
 from vembed.losses.targets import TeacherScores, TeacherVectors, Teaching
 from vembed.teachers.cached import CachedTeacher
 from vembed.teachers.embedders import Question, VectorTeacher
-from vembed.teachers.identity import item_key, pair_key, teacher_identity
 from vembed.teachers.rerankers import Pair, PairTeacher
+from vembed.teachers.teacher_identity import item_key, pair_key, teacher_identity
 
 log = logging.getLogger("vembed")
 

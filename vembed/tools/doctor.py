@@ -25,7 +25,7 @@ from vembed.distributed.launch import num_visible_devices, rank_environments, ru
 from vembed.distributed.placement import Placement, memory_of_a_process, place
 from vembed.errors import UserError
 from vembed.tools.plan import FITS
-from vembed.tools.train import Launch, resolve_launch
+from vembed.tools.train_command import Launch, resolve_launch
 
 PACKAGES = ("torch", "accelerate", "transformers", "peft", "datasets", "safetensors")
 OPTIONAL_PACKAGES = ("flash-attn", "bitsandbytes", "torchao")

@@ -16,7 +16,7 @@ from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, Memory, ModelSize, measure
 from vembed.distributed.placement import Placement, memory_of_a_process, place
 from vembed.models.adapters import wants_adapters
-from vembed.tools.train import resolve_launch
+from vembed.tools.train_command import resolve_launch
 
 FITS = 0.9
 """A run fits if it needs at most this fraction of the memory."""

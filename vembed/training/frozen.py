@@ -25,8 +25,8 @@ from vembed.errors import UserError
 from vembed.families.table import Modality
 from vembed.inference.encoding import Between, split_in_step
 from vembed.models.embedding_model import FEATURES, EmbeddingModel
-from vembed.models.identity import tower_identity
 from vembed.models.modalities import IMAGE_FEATURES
+from vembed.models.tower_identity import tower_identity
 
 log = logging.getLogger("vembed")
 

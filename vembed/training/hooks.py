@@ -32,7 +32,7 @@ from torch import Tensor
 from vembed.config.schema import TrainConfig
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed.session import Session
-from vembed.evaluation.queries import QueryResults
+from vembed.evaluation.query_results import QueryResults
 from vembed.training.loop_state import LoopState
 from vembed.training.parts import RunData, RunModel
 from vembed.training.step import BatchResult, ContrastiveStep

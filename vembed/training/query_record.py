@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from vembed.evaluation.dataset import RetrievalData
-from vembed.report.queries import FOLDER, path_of
+from vembed.report.query_changes import FOLDER, path_of
 from vembed.report.record import TABLE
 from vembed.training.hooks import Evaluation, Hook, Run
 

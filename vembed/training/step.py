@@ -30,8 +30,8 @@ from vembed.families.table import Modality
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.teachers.supply import Teachers
 from vembed.training.budget import Budget
-from vembed.training.columns import Column, gather_columns
 from vembed.training.frozen import BatchInputs, InputSource
+from vembed.training.gathered_columns import Column, gather_columns
 from vembed.training.shortage import MemoryGuard, OutOfMemory
 from vembed.training.timing import PhaseTimer
 

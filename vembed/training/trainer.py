@@ -22,12 +22,11 @@ from vembed.distributed.memory import fsdp_print_memory_usage
 from vembed.distributed.parameters import log_parameter_summary
 from vembed.distributed.session import Session
 from vembed.errors import Stopped
-from vembed.evaluation.queries import QueryResults
+from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
 from vembed.progress import duration
 from vembed.report.record import scores_line
 from vembed.training.budget import find_budget
-from vembed.training.by_source import LossesBySource
 from vembed.training.checkpoint import Checkpointer
 from vembed.training.configured import configured_hooks
 from vembed.training.console import SetupLines
@@ -43,6 +42,7 @@ from vembed.training.query_record import QueryRecord
 from vembed.training.schedule import Schedule
 from vembed.training.setup import build_parts, learned, log_cut_texts, open_data, open_stream
 from vembed.training.shortage import MemoryGuard, OutOfMemory
+from vembed.training.source_losses import LossesBySource
 from vembed.training.step import ContrastiveStep
 from vembed.training.step_curves import StepCurves
 from vembed.training.timing import RunClock

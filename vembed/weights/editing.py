@@ -22,7 +22,7 @@ from vembed.models.heads import Dense, Head
 from vembed.saving.card import Card
 from vembed.saving.files import save_model
 from vembed.weights.directions import Direction, directions, erasure, linear_probe, projection
-from vembed.weights.writers import Writer, writers_of
+from vembed.weights.residual_writers import Writer, writers_of
 
 log = logging.getLogger("vembed")
 

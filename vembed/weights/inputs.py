@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from vembed.errors import UserError
 from vembed.families.description import DESCRIPTION_FILE
 from vembed.families.model_files import read_json, read_model, read_sentence_transformers
-from vembed.models.loading import is_never_used
+from vembed.models.backbone_loading import is_never_used
 from vembed.saving.files import ADAPTER_FOLDER
 from vembed.weights.methods import Read
 from vembed.weights.tensor_files import TensorEntry, TensorReader

@@ -23,15 +23,15 @@ from vembed.data.examples import Item
 from vembed.distributed import collectives
 from vembed.distributed.session import Session, start_session
 from vembed.errors import UserError
-from vembed.mining.candidates import CandidateStore
+from vembed.mining.candidate_store import CandidateStore
 from vembed.mining.config import DataOptions, GenerateConfig, MineConfig, ModelFreeKind
 from vembed.mining.contents import content_key, normalised
 from vembed.mining.documents import CorpusFile, record_id
 from vembed.mining.kinds import pairs_of
-from vembed.mining.loading import Source, load_options
+from vembed.mining.mining_options import Source, load_options
+from vembed.mining.mining_run import Say, read_inputs
 from vembed.mining.output import check_output, row_writer
-from vembed.mining.run import Say, read_inputs
-from vembed.mining.tables import open_rows
+from vembed.mining.record_tables import open_rows
 from vembed.mining.writers import TextWriter, cleaned, load_writer, prompt_for, writer_identity
 from vembed.progress import ProgressReport, duration
 

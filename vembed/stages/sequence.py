@@ -16,9 +16,9 @@ from vembed.config.loading import resolve_run
 from vembed.config.stages import MINED, Road, Step, read_road
 from vembed.errors import RunError, UserError
 from vembed.stages.fingerprint import of_options, of_training
-from vembed.stages.report import write_report
 from vembed.stages.requirements import check_requirements
-from vembed.tools.train import run_train
+from vembed.stages.stages_report import write_report
+from vembed.tools.train_command import run_train
 
 STATE_FILE = "stage.json"
 """In the folder of each step: its fingerprint, and whether it is done."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from vembed.config.entries import Frozen
 from vembed.errors import UserError
 from vembed.mining.config import BM25, AuditConfig, GenerateConfig, MineConfig
-from vembed.mining.loading import describe_options, load_options
+from vembed.mining.mining_options import describe_options, load_options
 
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
 LAUNCH_FLAGS = {"nproc": "num_processes", "num-machines": "num_machines", "machine-rank": "machine_rank"}
@@ -118,12 +118,12 @@ def run_mine(words: Sequence[str]) -> int:
     if parsed.is_dry_run:
         sys.stdout.write(describe_mining(config, parsed))
         return 0
-    from vembed.mining.run import check_config
+    from vembed.mining.mining_run import check_config
 
     check_config(config)
     if (code := start_others("mine", parsed)) is not None:
         return code
-    from vembed.mining.run import mine
+    from vembed.mining.mining_run import mine
 
     mine(config, say=speak)
     return 0
@@ -133,17 +133,17 @@ def run_audit(words: Sequence[str]) -> int:
     """`vembed audit`."""
     parsed = parse_words("audit", words)
     config = load_options(AuditConfig, parsed.config, parsed.overrides)
-    from vembed.mining.audit import check_audit, mining_config
+    from vembed.mining.data_audit import check_audit, mining_config
 
     page = check_audit(config)
     if parsed.is_dry_run:
-        from vembed.mining.run import read_inputs
+        from vembed.mining.mining_run import read_inputs
 
         sys.stdout.write("\n".join([*read_inputs(mining_config(config)).summary(), f"would write: {page}"]) + "\n")
         return 0
     if (code := start_others("audit", parsed)) is not None:
         return code
-    from vembed.mining.audit import audit
+    from vembed.mining.data_audit import audit
 
     audit(config, say=speak)
     return 0
@@ -163,7 +163,7 @@ def run_generate(words: Sequence[str]) -> int:
         return 0
     if (code := start_others("generate", parsed)) is not None:
         return code
-    from vembed.mining.generate import generate
+    from vembed.mining.pair_generation import generate
 
     generate(config, say=speak)
     return 0
@@ -171,7 +171,7 @@ def run_generate(words: Sequence[str]) -> int:
 
 def describe_mining(config: MineConfig, words: Words) -> str:
     """Return the output of a dry run: the options, what the data hold, and what would be done. No model is loaded."""
-    from vembed.mining.run import check_config, read_inputs, work_folder
+    from vembed.mining.mining_run import check_config, read_inputs, work_folder
 
     target = check_config(config)
     inputs = read_inputs(config)

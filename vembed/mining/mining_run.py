@@ -15,17 +15,17 @@ import numpy as np
 from vembed.config.schema import TrainConfig
 from vembed.distributed.session import Session, start_session
 from vembed.mining.calibration import Calibration, calibrate
-from vembed.mining.candidates import CandidateStore
+from vembed.mining.candidate_store import CandidateStore
 from vembed.mining.choice import Chooser, Chosen, Limits
 from vembed.mining.config import BM25, MineConfig
 from vembed.mining.documents import Documents, open_documents
 from vembed.mining.judging import Cascade, Judged
 from vembed.mining.known import Known, Pairs
 from vembed.mining.lexical import check_bm25
-from vembed.mining.loading import Source, load_options
 from vembed.mining.merged import PairScores, RowMaker
+from vembed.mining.mining_options import Source, load_options
 from vembed.mining.output import check_output, row_writer
-from vembed.mining.tables import Rows, open_rows
+from vembed.mining.record_tables import Rows, open_rows
 from vembed.progress import duration
 
 log = logging.getLogger("vembed")

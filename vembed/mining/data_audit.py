@@ -18,13 +18,13 @@ from vembed.errors import UserError
 from vembed.mining.audit_contents import Checker, items_by_part, per_source
 from vembed.mining.audit_page import render
 from vembed.mining.audit_ranks import rank_findings
-from vembed.mining.candidates import CandidateStore
+from vembed.mining.candidate_store import CandidateStore
 from vembed.mining.config import AuditConfig, MineConfig
 from vembed.mining.findings import Finding, Texts, lengths, scripts
-from vembed.mining.loading import Source, load_options
+from vembed.mining.mining_options import Source, load_options
+from vembed.mining.mining_run import Inputs, Say, read_inputs
 from vembed.mining.output import check_output, row_writer
-from vembed.mining.run import Inputs, Say, read_inputs
-from vembed.mining.tables import FileTable, Rows, open_rows
+from vembed.mining.record_tables import FileTable, Rows, open_rows
 from vembed.progress import duration
 
 log = logging.getLogger("vembed")
