@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from vembed.config.options import all_options
+from vembed.config.schema import TrainConfig
 from vembed.tools.options_page import options_page
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,15 @@ def test_every_option_is_documented() -> None:
         assert option.text.strip().endswith((".", ")")), option.name
         assert option.section, option.name
         assert option.accepts, option.name
+
+
+def test_sections_are_classes_with_a_title() -> None:
+    sections = {option.name: option.section for option in all_options().values()}
+    assert sections["model_name"] == "model"
+    assert sections["freeze"] == "adapters and frozen parts"
+    assert sections["output_dir"] == "evaluation, logging, saving"
+    ordered = list(dict.fromkeys(sections.values()))  # each section's options stand together
+    assert [section.model_config["title"] for section in reversed(TrainConfig.__bases__)] == ordered
 
 
 def test_the_page_of_options_is_current() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from pydantic_core import PydanticUndefined
 from vembed.config.entries import DataSource, Frozen, LossTerm, Teacher
 from vembed.config.schema import TrainConfig
 
-SECTION = re.compile(r"# -{4} (.+?) -{4,}")
-FIELD = re.compile(r"^    (\w+):")
 LARGEST = 2**63
 
 
@@ -132,14 +129,9 @@ def join_words(words: Sequence[str]) -> str:
 
 
 def _sections() -> dict[str, str]:
-    """Return the section of each field, from the heading comments in the schema's source."""
-    sections, current = {}, ""
-    for line in inspect.getsource(TrainConfig).splitlines():
-        if heading := SECTION.search(line):
-            current = heading.group(1)
-        elif field := FIELD.match(line):
-            sections[field.group(1)] = current
-    return sections
+    """Return the section of each option: the title of the class that has the field."""
+    sections = [base for base in TrainConfig.__bases__ if issubclass(base, BaseModel)]
+    return {name: str(section.model_config["title"]) for section in sections for name in section.model_fields}
 
 
 def _accepted(annotation: Any, metadata: Iterable[Any] = ()) -> tuple[list[str], list[str], set[str]]:

@@ -25,10 +25,9 @@ from vembed.config.entries import (
 )
 
 
-class TrainConfig(Frozen):
-    """Options of a training run. `docs/options.md` is generated from the docstring under each field."""
+class ModelOptions(Frozen, title="model"):
+    """Options of the model: weights, dtypes, attention, inputs and pooling."""
 
-    # ---- model -------------------------------------------------------------------------------------------------
     model_name: str
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
     model_family: Literal["auto", FamilyName] = "auto"
@@ -75,7 +74,10 @@ class TrainConfig(Frozen):
     """Recompute activations in the backward pass: less memory, about a third more time. Default: true with
     `use_fsdp: true`, otherwise false."""
 
-    # ---- head --------------------------------------------------------------------------------------------------
+
+class HeadOptions(Frozen, title="head"):
+    """Options of the embedding's sizes."""
+
     use_mrl: bool = False
     """Matryoshka training: the loss is a weighted sum over the sizes in `mrl_dims`, each the first
     dimensions of the embedding."""
@@ -89,7 +91,10 @@ class TrainConfig(Frozen):
     """Initial weights of the projection: the first rows of the identity, or the principal components of a sample of the
     training data."""
 
-    # ---- adapters and frozen parts -----------------------------------------------------------------------------
+
+class AdapterOptions(Frozen, title="adapters and frozen parts"):
+    """Options of LoRA and of weights that are not trained."""
+
     use_lora: bool = False
     """Train low-rank adapters instead of the weights."""
     lora_r: PositiveInt = 16
@@ -114,7 +119,10 @@ class TrainConfig(Frozen):
     """Parts not to train: `text`, `vision`, `embeddings`, `first_n_layers=6` (of every tower),
     `vision.first_n_layers=6` (of one), or prefixes of parameter names."""
 
-    # ---- data --------------------------------------------------------------------------------------------------
+
+class DataOptions(Frozen, title="data"):
+    """Options of training and validation data."""
+
     data_path: str | list[str | DataSource]
     """Training data: a file (JSONL, CSV, TSV, Parquet), a `datasets` folder, a Hub name, or a list with weights."""
     val_data_path: str | None = None
@@ -147,7 +155,10 @@ class TrainConfig(Frozen):
     num_workers: Literal["auto"] | NonNegativeInt = "auto"
     """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images; 0: none."""
 
-    # ---- loss --------------------------------------------------------------------------------------------------
+
+class LossOptions(Frozen, title="loss"):
+    """Options of the loss, its candidates and its teachers."""
+
     loss: LossName = "infonce"
     """infonce: pairs with in-batch negatives. cosent, cosine: pairs with scores. triplet: given negatives with a
     margin. sigmoid: SigLIP's pairwise loss with learned scale and bias. kl, margin_mse, score_mse, relational: a
@@ -202,7 +213,10 @@ class TrainConfig(Frozen):
     guide_margin_kind: Literal["absolute", "relative"] = "absolute"
     """Unit of `guide_margin`: a difference of scores, or a share of the own pair's score."""
 
-    # ---- batch and step ----------------------------------------------------------------------------------------
+
+class StepOptions(Frozen, title="batch and step"):
+    """Options of the batch and of its micro-batches."""
+
     batch_size: PositiveInt = 32
     """Examples per process and step."""
     global_batch_size: PositiveInt | None = None
@@ -223,7 +237,10 @@ class TrainConfig(Frozen):
     """Store the features of frozen towers in vembed's cache folder, so that each input passes the tower only once over
     all epochs and runs. Needs a tower without trained parameters (`freeze`, `lora_towers`)."""
 
-    # ---- optimisation ------------------------------------------------------------------------------------------
+
+class OptimizerOptions(Frozen, title="optimisation"):
+    """Options of the optimizer and its schedule."""
+
     epochs: PositiveFloat = 1.0
     """Passes over the data; may be a fraction. `max_steps` takes precedence."""
     max_steps: PositiveInt | None = None
@@ -266,7 +283,10 @@ class TrainConfig(Frozen):
     deterministic: bool = False
     """Use deterministic kernels on GPUs; slower."""
 
-    # ---- distributed -------------------------------------------------------------------------------------------
+
+class DistributedOptions(Frozen, title="distributed"):
+    """Options of processes, devices and sharding."""
+
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     """Distribution of the model over processes: ddp, a copy on each; fsdp, sharded. `auto`: by size; the log gives the
     reason."""
@@ -335,7 +355,10 @@ class TrainConfig(Frozen):
     """Timeout of collectives in minutes; after it the run fails with a message. If the option is not given, the
     variable `NCCL_TIMEOUT` (seconds) sets it."""
 
-    # ---- evaluation, logging, saving ---------------------------------------------------------------------------
+
+class OutputOptions(Frozen, title="evaluation, logging, saving"):
+    """Options of evaluation, logs, checkpoints and the model in `final/`."""
+
     output_dir: str = "output"
     """Folder of the run: config, logs, checkpoints, model and report. May contain {model}, {data}, {seed} and {time}
     (the start), as in runs/{model}-{time}."""
@@ -392,6 +415,23 @@ class TrainConfig(Frozen):
     """Resume although model, data, batch or seed have changed."""
     max_train_minutes: PositiveFloat | None = None
     """Time limit in minutes; the run saves a checkpoint and ends before it."""
+
+
+# The title of a section's class is its heading in docs/options.md; the docstring under each field is the field's text.
+# Sections stand from the last to the first, because pydantic orders fields from the last base class to the first.
+class TrainConfig(
+    OutputOptions,
+    DistributedOptions,
+    OptimizerOptions,
+    StepOptions,
+    LossOptions,
+    DataOptions,
+    AdapterOptions,
+    HeadOptions,
+    ModelOptions,
+    title="TrainConfig",
+):
+    """Options of a training run, in one flat file. `docs/options.md` is generated from them."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as plain values, as written to config.yaml."""
