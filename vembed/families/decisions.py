@@ -11,8 +11,9 @@ from vembed.errors import UserError
 from vembed.families import backbones
 from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.families.facts import Facts, gather, is_causal, max_length, padding_side, prompts
-from vembed.families.model_files import model_folder, read_json
+from vembed.families.model_files import model_folder
 from vembed.families.table import FAMILIES, Evidence, Family, Pooling, recognised_by
+from vembed.families.weight_files import read_object
 
 SMALLEST_MRL_DIM = 64
 
@@ -253,7 +254,7 @@ def _own_pooling(facts: Facts, family: Family, shape: backbones.Shape, *, causal
 def _embedding_dim_before_mrl(facts: Facts, hidden_dim: int) -> int:
     size = hidden_dim
     for folder in facts.files.dense if facts.files is not None else ():
-        settings = read_json(folder / "config.json") or {}
+        settings = read_object(folder / "config.json") or {}
         if settings.get("in_features") != size:
             raise UserError(f"{folder}: a Dense module for {settings.get('in_features')} inputs follows {size} outputs")
         size = int(settings["out_features"])

@@ -13,8 +13,9 @@ from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.families import backbones
 from vembed.families.description import DESCRIPTION_FILE, ModelDescription
-from vembed.families.model_files import SentenceTransformersFiles, read_json, read_model
+from vembed.families.model_files import SentenceTransformersFiles, read_model
 from vembed.families.table import Family
+from vembed.families.weight_files import read_object
 
 _BGE_ZH = (
     "\u4e3a\u8fd9\u4e2a\u53e5\u5b50\u751f\u6210\u8868\u793a\u4ee5\u7528\u4e8e\u68c0\u7d22\u76f8\u5173\u6587\u7ae0\uff1a"
@@ -57,13 +58,13 @@ class Facts:
 
     def of_tokenizer(self, name: str) -> Any:
         """Return a setting of the tokenizer; None if it is not set."""
-        return (read_json(self.backbone / "tokenizer_config.json") or {}).get(name)
+        return (read_object(self.backbone / "tokenizer_config.json") or {}).get(name)
 
 
 def gather(config: TrainConfig) -> Facts:
     """Locate the model's files and read the small ones."""
     found = read_model(config.model_name, config.model_revision)
-    saved = read_json(found.folder / DESCRIPTION_FILE)
+    saved = read_object(found.folder / DESCRIPTION_FILE)
     if found.adapter is not None and config.use_qlora:
         raise UserError(
             f"use_qlora: {config.model_name} is an adapter without the weights below it; "

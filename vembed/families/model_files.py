@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,15 @@ from huggingface_hub.errors import (
 )
 
 from vembed.errors import UserError
+from vembed.families.weight_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    check_weight_files,
+    check_whole_weights,
+    read_json,
+    read_object,
+)
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 RUN_CONFIG, CHECKPOINT_STATE = "config.yaml", "state.json"
 """Files that tell a run's folder and a checkpoint from a model."""
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
@@ -37,7 +42,21 @@ _POOLING_NAMES = {"weightedmean": "weighted_mean", "lasttoken": "last"}
 
 
 def model_folder(name: str, revision: str | None = None, *, option: str = "model_name") -> Path:
-    """Return the local folder of a model; a Hub model is downloaded into the Hub's cache first."""
+    """Return the local folder of a model, checked to name no weights but safetensors files of its own."""
+    folder = _located(name, revision, option)
+    check_weight_files(folder)
+    return folder
+
+
+def whole_model_folder(name: str, *, option: str) -> Path:
+    """Return the local folder of a model that Transformers loads by itself: whole weights without an adapter."""
+    folder = model_folder(name, option=option)
+    check_whole_weights(folder)
+    return folder
+
+
+def _located(name: str, revision: str | None, option: str) -> Path:
+    """Return the local folder of a model. A Hub model is downloaded into the Hub's cache first."""
     path = Path(name).expanduser()
     if path.is_dir():
         return _inside_a_run(path, option).resolve()
@@ -84,16 +103,6 @@ def _inside_a_run(path: Path, option: str) -> Path:
     raise UserError(f"{option}: {path} is a run that has not finished, so it has no final/: resume it{way}")
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file; None if it does not exist."""
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-
-
 @dataclass(frozen=True)
 class SentenceTransformersFiles:
     """Settings from a folder saved by Sentence Transformers."""
@@ -130,7 +139,7 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
         if position == 0 and (known or (_is_own_code(module) and _reads_chats(path))):
             backbone = path if (path / "config.json").is_file() else folder
         elif kind == "Pooling":
-            settings = read_json(path / "config.json") or {}
+            settings = read_object(path / "config.json") or {}
             poolings, include_prompt = _poolings(settings), bool(settings.get("include_prompt", True))
         elif kind == "Dense":
             dense.append(path)
@@ -141,7 +150,7 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
                 f"{folder / 'modules.json'}: unsupported module type {module['type']} "
                 "(supported: Transformer, CLIPModel, Pooling, Dense and Normalize)"
             )
-    values = read_json(folder / "config_sentence_transformers.json") or {}
+    values = read_object(folder / "config_sentence_transformers.json") or {}
     prompts = {str(name): str(text) for name, text in (values.get("prompts") or {}).items() if text is not None}
     default_name = values.get("default_prompt_name")
     return SentenceTransformersFiles(
@@ -161,7 +170,7 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
 def _max_length(backbone: Path) -> int | None:
     """Read the maximum length from sentence_bert_config.json; older versions named the file after other models."""
     for path in sorted(backbone.glob("sentence_*_config.json")):
-        length = (read_json(path) or {}).get("max_seq_length")
+        length = (read_object(path) or {}).get("max_seq_length")
         if length is not None:
             return int(length)
     return None
@@ -185,7 +194,8 @@ def read_model(name: str, revision: str | None = None) -> ModelFiles:
     folder = model_folder(name, revision)
     files = read_sentence_transformers(folder)
     backbone = folder if files is None else files.backbone
-    settings = read_json(backbone / ADAPTER_CONFIG)
+    check_weight_files(backbone)
+    settings = read_object(backbone / ADAPTER_CONFIG)
     if settings is None or any(path.name != ADAPTER_WEIGHTS for path in backbone.glob("*.safetensors")):
         return ModelFiles(folder, backbone, None, files)
     base = read_model(settings["base_model_name_or_path"], settings.get("revision"))
@@ -204,7 +214,7 @@ def _reads_chats(folder: Path) -> bool:
 
     Before Sentence Transformers supported chat templates they had custom code (GME); vembed's template is equivalent.
     """
-    return "vision_config" in (read_json(folder / "config.json") or {})
+    return "vision_config" in (read_object(folder / "config.json") or {})
 
 
 def _poolings(settings: dict[str, Any]) -> tuple[str, ...]:

@@ -15,6 +15,8 @@ from vembed.data.cache import short_hash
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.errors import UserError
+from vembed.families.model_files import model_folder
+from vembed.families.weight_files import check_no_pickles
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_items
 from vembed.mining.config import ModelOptions, Retriever
@@ -68,13 +70,16 @@ class SentenceTransformersEncoder:
     def __init__(self, retriever: Retriever, options: ModelOptions, device: torch.device) -> None:
         from sentence_transformers import SentenceTransformer
 
+        folder = model_folder(retriever.model)
+        check_no_pickles(folder)
         dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        dtype = {} if options.torch_dtype == "auto" else {"dtype": dtypes[options.torch_dtype]}
         self._model = SentenceTransformer(
-            retriever.model,
+            str(folder),
             device=str(device),
             truncate_dim=retriever.truncate_dim,
             trust_remote_code=options.trust_remote_code,
-            model_kwargs={} if options.torch_dtype == "auto" else {"dtype": dtypes[options.torch_dtype]},
+            model_kwargs={"use_safetensors": True, **dtype},
         )
         if options.max_length is not None:
             self._model.max_seq_length = options.max_length

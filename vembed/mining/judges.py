@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from vembed.data.cache import short_hash
 from vembed.errors import UserError
+from vembed.families.model_files import whole_model_folder
 from vembed.mining.config import Judge, ModelOptions
 from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
@@ -48,9 +49,10 @@ class CrossEncoder:
     """A sequence classifier: one logit, or two of which the second one says relevant."""
 
     def __init__(self, judge: Judge, options: ModelOptions, device: torch.device) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(judge.model, trust_remote_code=options.trust_remote_code)
+        folder = whole_model_folder(judge.model, option="judges")
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
         model = AutoModelForSequenceClassification.from_pretrained(
-            judge.model, dtype=_dtype(options), trust_remote_code=options.trust_remote_code
+            folder, dtype=_dtype(options), trust_remote_code=options.trust_remote_code, use_safetensors=True
         )
         if model.config.num_labels > 2:
             raise UserError(f"judges: {judge.model} has {model.config.num_labels} labels, and a reranker has 1 or 2")
@@ -75,8 +77,9 @@ class YesNoDecoder:
     """A decoder that is asked, and whose next token is yes or no."""
 
     def __init__(self, judge: Judge, options: ModelOptions, device: torch.device) -> None:
+        folder = whole_model_folder(judge.model, option="judges")
         self._tokenizer = AutoTokenizer.from_pretrained(
-            judge.model, padding_side="left", trust_remote_code=options.trust_remote_code
+            folder, padding_side="left", trust_remote_code=options.trust_remote_code
         )
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
@@ -85,7 +88,7 @@ class YesNoDecoder:
             raise UserError(f"judges: {judge.model} has no single tokens for yes and no: use kind: cross_encoder")
         self._answers = torch.tensor([one[0] for one in ids], device=device)
         model = AutoModelForCausalLM.from_pretrained(
-            judge.model, dtype=_dtype(options), trust_remote_code=options.trust_remote_code
+            folder, dtype=_dtype(options), trust_remote_code=options.trust_remote_code, use_safetensors=True
         )
         self._model, self._device = model.eval().to(device), device
         self._judge = judge

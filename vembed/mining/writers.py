@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vembed.data.cache import short_hash
+from vembed.families.model_files import whole_model_folder
 from vembed.mining.config import GenerateConfig, Writer
 from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
@@ -51,14 +52,17 @@ class LocalWriter:
 
     def __init__(self, writer: Writer, config: GenerateConfig, device: torch.device) -> None:
         self._writer, self._device = writer, device
+        folder = whole_model_folder(writer.model, option="writer")
         self._tokenizer = AutoTokenizer.from_pretrained(
-            writer.model, padding_side="left", trust_remote_code=config.trust_remote_code
+            folder, padding_side="left", trust_remote_code=config.trust_remote_code
         )
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         dtype: Any = "auto" if config.torch_dtype == "auto" else DTYPES[config.torch_dtype]
         self._model = (
-            AutoModelForCausalLM.from_pretrained(writer.model, dtype=dtype, trust_remote_code=config.trust_remote_code)
+            AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, trust_remote_code=config.trust_remote_code, use_safetensors=True
+            )
             .eval()
             .to(device)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.families.backbones import layers_of
-from vembed.families.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
 from vembed.families.table import Family, Tower
+from vembed.families.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_header, read_object
 from vembed.models.quantized import dequantized, is_quantized, quieten_bitsandbytes
 from vembed.models.towers import names_frozen_by
 from vembed.models.two_towers import TwoTowers
@@ -204,7 +205,12 @@ def _name_in_file(key: str) -> str:
 
 def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
     """Merge a saved adapter into the weights of a backbone without adapters."""
-    settings = read_json(folder / ADAPTER_CONFIG)
+    settings = read_object(folder / ADAPTER_CONFIG) or {}
+    for key in ("r", "lora_alpha"):
+        value = settings.get(key)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UserError(f"{folder / ADAPTER_CONFIG}: {key} is {value!r}, and a positive number is needed")
+    read_header(folder / ADAPTER_WEIGHTS)  # says what is wrong with a damaged file
     weights = {key.removeprefix(_PREFIX): tensor for key, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
     transposed = {name for name, module in backbone.named_modules() if isinstance(module, Conv1D)}
     rank = settings["r"]

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from vembed.errors import UserError
 from vembed.families.backbones import ENCODER_ONLY, file_dtype, model_class
+from vembed.families.weight_files import check_whole_weights
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +65,7 @@ def load_backbone(
         resolved = file_dtype(config) if dtype == "auto" else dtype
         with init_empty_weights(include_buffers=False), _default_dtype(resolved):
             return chosen._from_config(config, dtype=resolved, attn_implementation=attn_implementation)
-    if not list(folder.glob("*.safetensors")):
-        raise UserError(
-            f"{folder} has no .safetensors file, and vembed reads no pickled weights; "
-            "load the model with Transformers once and save it again"
-        )
+    check_whole_weights(folder)
     with quiet_transformers():
         model, info = chosen.from_pretrained(
             folder,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vembed.errors import UserError
-from vembed.families.model_files import read_json
+from vembed.families.weight_files import read_object
 
 IDENTITY = "torch.nn.modules.linear.Identity"
 
@@ -78,7 +78,7 @@ def _activation(path: str) -> nn.Module:
 
 def load_dense(folder: Path) -> Dense:
     """Load a Dense module saved by Sentence Transformers."""
-    settings = read_json(folder / "config.json")
+    settings = read_object(folder / "config.json")
     if settings is None:
         raise UserError(f"{folder} has no config.json, although modules.json names it as a Dense module")
     if settings.get("use_residual") or settings.get("module_input_name", "sentence_embedding") != "sentence_embedding":

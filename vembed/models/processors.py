@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerB
 
 from vembed.errors import UserError
 from vembed.families.description import IMAGE_TOWER_FOLDER, ModelDescription
-from vembed.families.model_files import read_json
+from vembed.families.weight_files import read_object
 
 PROCESSOR_FILES = (
     "processor_config.json",
@@ -55,7 +55,7 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
         if tokenizer.eos_token is None:
             raise UserError(f"the tokenizer of {source} has neither a padding nor an end token; add `pad_token` to it")
         tokenizer.pad_token = tokenizer.eos_token
-    settings = read_json(Path(source, "sentence_bert_config.json")) or {}
+    settings = read_object(Path(source, "sentence_bert_config.json")) or {}
     if tokenizer.is_fast and settings.get("do_lower_case", False):
         _add_lowercase(tokenizer)
     return tokenizer
@@ -89,11 +89,11 @@ def load_chat_template(description: ModelDescription, tokenizer: Any) -> ChatTem
     token becomes part of the template unless the tokenizer adds it.
     """
     folder = Path(description.source)
-    old_file = read_json(folder / "chat_template.json") or {}
+    old_file = read_object(folder / "chat_template.json") or {}
     template = old_file.get("chat_template") or tokenizer.chat_template
     if not isinstance(template, str):
         raise UserError(f"{folder} has no chat template, which a vision-language model needs; add chat_template.jinja")
-    settings = read_json(folder / "sentence_bert_config.json") or {}
+    settings = read_object(folder / "sentence_bert_config.json") or {}
     if "message" in settings.get("modality_config", {}):
         options = dict((settings.get("processing_kwargs") or {}).get("chat_template") or {})
         return ChatTemplate(template, {key: value for key, value in options.items() if key != "restore_suffix"})
@@ -119,7 +119,7 @@ def save_processors(description: ModelDescription, folder: Path) -> None:
 
 def _write_for_all_versions(path: Path) -> None:
     """Write the key names of Transformers 4 (used by Sentence Transformers 3 to 5.1); version 5 reads them as well."""
-    values = read_json(path)
+    values = read_object(path) or {}
     if values.get("tokenizer_class") == "TokenizersBackend":
         values["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(values.get("extra_special_tokens"), list):
@@ -143,7 +143,7 @@ def _copy_image_processor(description: ModelDescription, folder: Path) -> None:
         return
     size = dict(load_image_processor(description).size)
     for name in PROCESSOR_FILES[:2]:
-        values = read_json(folder / name) or {}
+        values = read_object(folder / name) or {}
         settings = values.get("image_processor", {}) if name == "processor_config.json" else values
         if not settings:
             continue

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vembed.families.description import ModelDescription
-from vembed.families.model_files import read_json
 from vembed.families.table import Pooling
+from vembed.families.weight_files import read_object
 from vembed.models.heads import Dense, Head
 from vembed.models.processors import ChatTemplate
 
@@ -123,8 +123,8 @@ def _patch_options(folder: Path) -> dict[str, Any]:
 
     The joint processor of version 6 would otherwise use its own defaults.
     """
-    values = read_json(folder / "preprocessor_config.json") or {}
-    values = values or (read_json(folder / "processor_config.json") or {}).get("image_processor", {})
+    values = read_object(folder / "preprocessor_config.json") or {}
+    values = values or (read_object(folder / "processor_config.json") or {}).get("image_processor", {})
     return {key: values[key] for key in ("max_num_patches", "patch_size") if key in values}
 
 

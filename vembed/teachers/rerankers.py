@@ -15,6 +15,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.distributed.session import Session
 from vembed.errors import UserError
+from vembed.families.weight_files import check_whole_weights
 
 log = logging.getLogger("vembed")
 
@@ -65,6 +66,7 @@ class PairTeacher:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         if self._model is None:
+            check_whole_weights(self.folder)
             options = {"trust_remote_code": self.trust_remote_code}
             self._tokenizer = AutoTokenizer.from_pretrained(self.folder, **options)
             model = AutoModelForSequenceClassification.from_pretrained(self.folder, use_safetensors=True, **options)

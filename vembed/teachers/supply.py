@@ -19,7 +19,8 @@ from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.families.model_files import model_folder, read_json
+from vembed.families.model_files import model_folder
+from vembed.families.weight_files import read_object
 from vembed.losses.batch import LossBatch
 from vembed.losses.matryoshka import arithmetic_dtype
 from vembed.losses.targets import TeacherScores, TeacherVectors, Teaching
@@ -192,5 +193,5 @@ def kind_of(teacher: Teacher, files: Path) -> str:
         return teacher.kind
     if (files / "modules.json").is_file():  # the layout of Sentence Transformers' embedding models
         return "embedder"
-    architectures = (read_json(files / "config.json") or {}).get("architectures") or []
+    architectures = (read_object(files / "config.json") or {}).get("architectures") or []
     return "reranker" if any(name.endswith("ForSequenceClassification") for name in architectures) else "embedder"

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from vembed.errors import UserError
 from vembed.families.description import DESCRIPTION_FILE
-from vembed.families.model_files import read_json, read_model, read_sentence_transformers
+from vembed.families.model_files import read_model, read_sentence_transformers
+from vembed.families.weight_files import read_object
 from vembed.models.backbone_loading import is_never_used
 from vembed.saving.files import ADAPTER_FOLDER
 from vembed.weights.methods import Read
@@ -65,7 +66,7 @@ def open_source(name: str, folder: Path | None = None) -> Source:
 
 def default_base(sources: Sequence[Source]) -> str | None:
     """Return the model that all were tuned from, where their vembed.json say so and agree."""
-    names = {str((read_json(one.folder / DESCRIPTION_FILE) or {}).get("name", "")) for one in sources}
+    names = {str((read_object(one.folder / DESCRIPTION_FILE) or {}).get("name", "")) for one in sources}
     only = names.pop() if len(names) == 1 else ""
     return only or None
 
@@ -79,7 +80,7 @@ def matched(first: Source, other: Source) -> dict[str, dict[str, str]]:
     Names may differ by a prefix (`bert.`, `model.`), as those of a base model with a head for another task do.
     Tensors that no embedding depends on may be missing.
     """
-    kinds = [(read_json(one.folder / "config.json") or {}).get("model_type") for one in (first, other)]
+    kinds = [(read_object(one.folder / "config.json") or {}).get("model_type") for one in (first, other)]
     if None not in kinds and kinds[0] != kinds[1]:
         raise UserError(
             f"{first.name} is a {kinds[0]} and {other.name} is a {kinds[1]}: only models of one architecture can be "
@@ -159,7 +160,7 @@ def _way(folder: Path) -> dict[str, Any] | None:
 
 def _vocabulary(folder: Path) -> str | None:
     """Return a fingerprint of the tokens and their numbers; None for a model without a tokenizer."""
-    values = read_json(folder / "tokenizer.json")
+    values = read_object(folder / "tokenizer.json")
     if values is not None and "vocab" in values.get("model", {}):
         added = [(one["id"], one["content"]) for one in values.get("added_tokens", ())]
         vocabulary = values["model"]["vocab"]

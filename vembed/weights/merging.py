@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vembed.families.backbones import file_dtype, read_config
-from vembed.families.model_files import read_json
+from vembed.families.weight_files import read_object
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
 from vembed.saving.layout import write_json
 from vembed.weights.inputs import Source, check_pooling, check_tokenizers, matched
@@ -114,7 +114,7 @@ def _write_dtype(folder: Path, dtype: torch.dtype | None) -> None:
     """Say in config.json what the weights are stored in, for those that load them."""
     if dtype is None or not (folder / "config.json").is_file():
         return
-    settings = read_json(folder / "config.json")
+    settings = read_object(folder / "config.json") or {}
     name = str(dtype).removeprefix("torch.")
     if file_dtype(read_config(folder, trust_remote_code=False)) != dtype:
         settings.pop("torch_dtype", None)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vembed.errors import UserError
+from vembed.families.weight_files import METADATA, read_header
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -23,7 +24,6 @@ _DTYPES = {
     "BOOL": torch.bool,
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_METADATA = "__metadata__"
 _ALIGNMENT = 8
 """Bytes: the data of a safetensors file begin at a multiple of it."""
 
@@ -48,20 +48,12 @@ class TensorReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header: dict[str, Any] = json.loads(file.read(length))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read as safetensors: {error}") from error
-        self.metadata: dict[str, str] = header.pop(_METADATA, None) or {}
-        start = 8 + length
+        stored, self.metadata = read_header(path)
         self.entries: dict[str, TensorEntry] = {}
-        for name, entry in header.items():
-            if entry["dtype"] not in _DTYPES:
-                raise UserError(f"{path}: {name} is stored as {entry['dtype']}, which vembed cannot compute with")
-            begin, end = entry["data_offsets"]
-            self.entries[name] = TensorEntry(_DTYPES[entry["dtype"]], tuple(entry["shape"]), start + begin, start + end)
+        for name, entry in stored.items():
+            if entry.dtype not in _DTYPES:
+                raise UserError(f"{path}: {name} is stored as {entry.dtype}, which vembed cannot compute with")
+            self.entries[name] = TensorEntry(_DTYPES[entry.dtype], entry.shape, entry.begin, entry.end)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return elements `start` to `stop` of the flattened tensor, as they are stored."""
@@ -95,7 +87,7 @@ class TensorWriter:
         """`entries`: what will be written, in this order; their offsets are set here."""
         self.path = path
         self._left = sum(entry.size for entry in entries.values())
-        header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+        header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
         offset = 0
         for name, entry in entries.items():
             end = offset + entry.size * entry.dtype.itemsize
