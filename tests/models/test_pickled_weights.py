@@ -91,7 +91,7 @@ def test_other_ways_to_a_pickle_are_closed_too(tmp_path):
     shutil.copytree(tiny.shared(tiny.tiny_bert), folder)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "transformers_weights": "adapter_model.bin"}))
-    with pytest.raises(UserError, match="transformers_weights names 'adapter_model.bin'"):
+    with pytest.raises(UserError, match=r"transformers_weights names 'adapter_model\.bin'"):
         vembed.Embedder(folder)
     (folder / "config.json").write_text(json.dumps(settings))
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "../elsewhere", "r": 1}))
