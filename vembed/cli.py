@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vembed import cli_start, cli_weights
-from vembed.cli_support import Nproc, Shards, TrustRemoteCode, guarded
+from vembed.cli_support import Nproc, Shards, TrustRemoteCode, guarded, taken_flags
 from vembed.cli_support import end as _end
 from vembed.cli_support import numbers as _numbers
 from vembed.cli_support import option as _option
@@ -258,16 +258,22 @@ def doctor(
 
 @app.command(context_settings=WORDS_ARE_OURS)
 def plan(words: Words = None) -> None:
-    """Predict the memory of each process for a config, and the settings that fit, without loading the model."""
+    """Predict the memory of each process for a config, and the settings that fit, without loading the model. For other
+    hardware: `--gpu 2xA100-80GB`, with an estimate of the hours, or `--memory 80` (GB of each GPU)."""
 
     def call() -> int:
+        from functools import partial
+
+        rest, (gpu, memory) = taken_flags(words or [], ("--gpu", "--memory"))
+        # A dry run needs no machine rank, and may describe GPUs of other machines.
+        arguments = _arguments("plan", plan.__doc__, [*rest, "--dry-run"])
+        from vembed.distributed.hardware import read_hardware
         from vembed.stages.sequence import plan_stages, road_of_arguments
         from vembed.tools.plan import run_plan
 
-        # A dry run needs no machine rank, and may describe GPUs of other machines.
-        arguments = _arguments("plan", plan.__doc__, [*(words or []), "--dry-run"])
+        planned = partial(run_plan, hardware=read_hardware(gpu, memory))
         road = road_of_arguments(arguments)
-        return run_plan(arguments) if road is None else plan_stages(road, arguments, run_plan)
+        return planned(arguments) if road is None else plan_stages(road, arguments, planned)
 
     _end(call)
 

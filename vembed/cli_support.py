@@ -98,3 +98,19 @@ def option(name: str, text: str) -> Any:
         return checked(name, normalise(name, from_text(name, text)))
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def taken_flags(words: Sequence[str], flags: Sequence[str]) -> tuple[list[str], list[str | None]]:
+    """Return the words without the given flags, and the value of each: `--flag VALUE` or `--flag=VALUE`."""
+    rest: list[str] = []
+    found: dict[str, str] = {}
+    given = iter(words)
+    for one in given:
+        flag, has_value, value = one.partition("=")
+        if flag not in flags:
+            rest.append(one)
+            continue
+        found[flag] = value if has_value else next(given, "")
+        if not found[flag] or found[flag].startswith("--"):
+            raise UserError(f"{flag} needs a value")
+    return rest, [found.get(flag) for flag in flags]

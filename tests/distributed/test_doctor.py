@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -42,12 +43,13 @@ FACTS = [
     r"\* memory: .*: pass",
     r"Self-test: pass",
     r"1\. GPUs visible: .*: pass",
-    r"2\. strategy: fsdp, FSDP2 FULL_SHARD, TRANSFORMER_BASED_WRAP .*: pass",
+    r"2\. strategy: fsdp, FSDP2 FULL_SHARD, TRANSFORMER_BASED_WRAP .*fsdp needed: no \(.*: pass",
     r"3\. batch: 64 per process, in micro-batches .*: pass",
     r"4\. gradient checkpointing: on .*: pass",
     r"5\. memory: 34,688 parameters need .*: pass",
     r"6\. dtypes: masters float32, .*: pass",
     r"7\. (gloo|NCCL): .*: pass",
+    r"8\. weights: .* has its weights, whole: pass",
 ]
 
 
@@ -115,6 +117,26 @@ def test_a_point_that_fails_makes_exit_code_1(
     assert doctor.run_doctor(str(config), 2) == 1
     failed = [one for one in capsys.readouterr().out.splitlines() if one.endswith(": FAIL")]
     assert any(one.startswith(line.removesuffix(": FAIL")) for one in failed)
+
+
+def test_a_folder_without_weights_and_a_model_that_needs_shards_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(shared(tiny_bert), model, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model_name: {model}\ndata_path: train.jsonl\nstrategy: ddp\n")
+    monkeypatch.setattr(doctor, "run_ranks", lambda *_: 0)
+    assert doctor.run_doctor(str(config), 2) == 1
+    said = capsys.readouterr().out
+    assert f"8. weights: {model} has no .safetensors file" in said and "fsdp needed: no (a whole copy takes" in said
+    monkeypatch.setattr(doctor, "memory_of_a_process", lambda *_: 400_000)
+    assert doctor.run_doctor(str(config), 2) == 1
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("2. ")]
+    assert "fsdp needed: yes (a whole copy takes" in line and line.endswith("on several processes): FAIL")
+    (model / "model.safetensors").touch()
+    assert doctor.run_doctor(str(config), 2) == 1
+    assert "8. weights: " in (said := capsys.readouterr().out) and "is not a safetensors file" in said
 
 
 def test_a_failed_self_test_makes_exit_code_1(

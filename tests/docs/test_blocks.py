@@ -21,10 +21,12 @@ import vembed
 from tests import tiny
 from tests.docs.pages import ROOT, Block, blocks, commands
 from vembed.cli import app, run_process
+from vembed.cli_support import taken_flags
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.stages import read_road
+from vembed.distributed.hardware import read_hardware
 from vembed.errors import UserError
 from vembed.mining.config import GenerateConfig, MineConfig
 from vembed.mining.mining_options import load_options
@@ -156,6 +158,8 @@ def check_vembed(words: list[str]) -> None:
     elif verb in DATA_VERBS:
         assert rest == ["--help"] or DATA_VERBS[verb]([*rest, "--dry-run"]) == 0
     elif verb in ("config", "plan"):
+        rest, (gpu, memory) = taken_flags(rest, ("--gpu", "--memory"))
+        read_hardware(gpu, memory)
         resolve_run(parse_train_arguments(rest or ["cfg.yaml"]).config)
     elif verb != "--help":
         found: Any = typer.main.get_command(app)

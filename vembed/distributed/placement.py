@@ -15,6 +15,7 @@ from vembed.config.rules import batch_size_per_process
 from vembed.distributed import estimate
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, Memory, ModelSize, measure
+from vembed.distributed.hardware import Gpu
 from vembed.errors import UserError
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -188,8 +189,10 @@ def place(
     device: torch.device,
     memory: int,
     measured: Callable[..., ModelSize] = measure,
+    gpu: Gpu | None = None,
 ) -> Placement:
-    """Decide how a run is placed. The same on every rank for the same `memory`; `measured` gives the model's sizes."""
+    """Decide how a run is placed. The same on every rank for the same `memory`; `measured` gives the model's sizes.
+    `gpu`: the device's facts, where it is not of this machine."""
     strategy, size, advice = _choose_strategy(run, ranks, memory, measured)
     fsdp = run.fsdp if strategy.value == "fsdp" else None
     return Placement(
@@ -199,7 +202,7 @@ def place(
         memory=memory,
         strategy=strategy,
         fsdp=fsdp,
-        precision=choose_precision(run.asked_precision(sharded=fsdp is not None), device),
+        precision=choose_precision(run.asked_precision(sharded=fsdp is not None), device, gpu),
         rows=_rows(run, ranks),
         size=size,
         advice=advice,
@@ -214,10 +217,15 @@ def memory_of_a_process(ranks: RankInfo, device: torch.device) -> int:
     return psutil.virtual_memory().total // ranks.local_world_size
 
 
-def choose_precision(asked: Decision[AskedPrecision], device: torch.device) -> Decision[Precision]:
+def choose_precision(
+    asked: Decision[AskedPrecision], device: torch.device, gpu: Gpu | None = None
+) -> Decision[Precision]:
     """Return the precision of the arithmetic: what was asked for, or what the device allows."""
-    has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    if gpu is not None:
+        has_bf16, name = gpu.has_bf16, gpu.name
+    else:
+        has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     if asked.value == "fp16" and device.type == "cpu":
         raise UserError(f"{asked.reason} needs a GPU, and this process computes on the CPU: use bf16 or no.")
     if asked.value == "bf16" and not has_bf16:

@@ -20,10 +20,12 @@ import vembed
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.distributed.environment import RankInfo
-from vembed.distributed.estimate import GIB, measure
+from vembed.distributed.estimate import GIB, ModelSize, measure, optimizer_bytes
 from vembed.distributed.launch import num_visible_devices, rank_environments, run_ranks
-from vembed.distributed.placement import Placement, memory_of_a_process, place
+from vembed.distributed.placement import FITS_SHARE, Placement, memory_of_a_process, place
 from vembed.errors import UserError
+from vembed.families.decisions import describe
+from vembed.families.weight_files import check_whole_weights, read_tensors
 from vembed.tools.plan import FITS
 from vembed.tools.train_command import Launch, resolve_launch
 
@@ -124,7 +126,7 @@ def _version(package: str) -> str:
 
 
 def checklist(run: ResolvedRun, launch: Launch, *, self_test_passed: bool) -> Iterator[tuple[bool, str]]:
-    """Yield seven checks for before a long run, each as (passed, finding)."""
+    """Yield eight checks for before a long run, each as (passed, finding)."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     ranks = RankInfo(0, launch.world_size, 0, launch.num_processes, launched=True)
     num_devices = torch.cuda.device_count()
@@ -136,14 +138,16 @@ def checklist(run: ResolvedRun, launch: Launch, *, self_test_passed: bool) -> It
         asked = run.asked_precision(sharded=sharded).value
         yield asked != "fp16", "GPUs visible: none, the run computes on the CPU"
     placement, problem = _placed(run, ranks, device)
-    yield _strategy_point(placement, problem)
+    size, unknown = _measured(placement)
+    yield _strategy_point(placement, problem, size)
     yield _batch_point(run, placement, launch)
     on = run.recomputation.value
     yield on or not sharded, f"gradient checkpointing: {'on' if on else 'off'} ({run.recomputation.reason})"
-    yield _memory_point(placement, problem)
+    yield _memory_point(placement, size, problem or unknown)
     yield _dtype_point(placement, problem)
     backend = "NCCL" if device.type == "cuda" else "gloo"
     yield self_test_passed, f"{backend}: the self-test's collectives ran without errors"
+    yield _weights_point(run)
 
 
 def _placed(run: ResolvedRun, ranks: RankInfo, device: torch.device) -> tuple[Placement | None, str]:
@@ -154,7 +158,17 @@ def _placed(run: ResolvedRun, ranks: RankInfo, device: torch.device) -> tuple[Pl
         return None, str(error)
 
 
-def _strategy_point(placement: Placement | None, problem: str) -> tuple[bool, str]:
+def _measured(placement: Placement | None) -> tuple[ModelSize | None, str]:
+    """Return the model's sizes, or the sentence why they are not known."""
+    if placement is None:
+        return None, ""
+    try:
+        return placement.size or measure(placement.run.config), ""
+    except UserError as error:
+        return None, str(error)
+
+
+def _strategy_point(placement: Placement | None, problem: str, size: ModelSize | None) -> tuple[bool, str]:
     if placement is None:
         return False, f"strategy: {problem}"
     detail, fsdp = "", placement.fsdp
@@ -163,7 +177,21 @@ def _strategy_point(placement: Placement | None, problem: str) -> tuple[bool, st
         offload = ", offloaded" if fsdp.offload else ""
         detail = f", FSDP{fsdp.version} {fsdp.sharding_strategy}{offload}, {fsdp.wrap_policy}"
     strategy = f"strategy: {placement.strategy.value}{detail} ({placement.strategy.reason})"
-    return True, "; ".join([strategy, *notes, *placement.notes])
+    need, is_well = _need_of_shards(placement, size)
+    return is_well, "; ".join([strategy, *notes, *placement.notes, *need])
+
+
+def _need_of_shards(placement: Placement, size: ModelSize | None) -> tuple[list[str], bool]:
+    """Return whether a whole copy of the model is too large for a process, in words, and whether the run does well."""
+    if size is None:
+        return [], True
+    whole = size.weight_bytes + size.gradient_bytes + optimizer_bytes(placement.run.config, size)
+    share = whole / placement.memory
+    needed = share > FITS_SHARE
+    figures = f"a whole copy takes {whole / GIB:.2f}GB, {share:.0%} of the {placement.memory / GIB:.1f}GB of a process"
+    way = "" if not needed or placement.fsdp is not None else "; use_fsdp: true on several processes"
+    is_well = placement.fsdp is not None or share <= FITS
+    return [f"fsdp needed: {'yes' if needed else 'no'} ({figures}{way})"], is_well
 
 
 def _batch_point(run: ResolvedRun, placement: Placement | None, launch: Launch) -> tuple[bool, str]:
@@ -181,13 +209,9 @@ def _batch_point(run: ResolvedRun, placement: Placement | None, launch: Launch) 
     return True, f"batch: {size:,d} per process, in micro-batches of micro_batch_tokens: {config.micro_batch_tokens}"
 
 
-def _memory_point(placement: Placement | None, problem: str) -> tuple[bool, str]:
-    if placement is None:
+def _memory_point(placement: Placement | None, size: ModelSize | None, problem: str) -> tuple[bool, str]:
+    if placement is None or size is None:
         return False, f"memory: not known ({problem})"
-    try:
-        size = placement.size or measure(placement.run.config)
-    except UserError as error:
-        return False, f"memory: {error}"
     need, shards = placement.predict(size), placement.num_shards
     shard = f", a shard of 1/{shards} on each process" if shards > 1 else ""
     return need.total <= FITS * placement.memory, (
@@ -206,6 +230,18 @@ def _dtype_point(placement: Placement | None, problem: str) -> tuple[bool, str]:
         True,
         f"dtypes: masters {masters}, arithmetic {arithmetic} ({precision.reason}), FSDP units get one dtype each",
     )
+
+
+def _weights_point(run: ResolvedRun) -> tuple[bool, str]:
+    try:
+        description = describe(run.config)
+        folders = [Path(one) for one in (description.source, description.image_source) if one is not None]
+        for folder in folders:
+            check_whole_weights(folder)
+            read_tensors(folder)
+    except UserError as error:
+        return False, f"weights: {error}"
+    return True, f"weights: {' and '.join(sorted({str(folder) for folder in folders}))} has its weights, whole"
 
 
 def _say(*lines: str) -> None:

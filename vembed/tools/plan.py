@@ -14,8 +14,10 @@ from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, Memory, ModelSize, measure
+from vembed.distributed.hardware import Hardware
 from vembed.distributed.placement import Placement, memory_of_a_process, place
 from vembed.models.adapters import wants_adapters
+from vembed.tools.hours import hours_line
 from vembed.tools.train_command import resolve_launch
 
 FITS = 0.9
@@ -23,13 +25,18 @@ FITS = 0.9
 BUDGETS = (32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
 
 
-def run_plan(arguments: TrainArguments, env: Mapping[str, str] = os.environ) -> int:
-    """Print the prediction for a config; exit code 0 if it fits, 1 if not."""
+def run_plan(
+    arguments: TrainArguments, env: Mapping[str, str] = os.environ, *, hardware: Hardware | None = None
+) -> int:
+    """Print the prediction for a config; exit code 0 if it fits, 1 if not. `hardware`: instead of this machine's."""
     run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage, env=env)
-    launch = resolve_launch(run, arguments, env)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    launch = resolve_launch(run, arguments, env, num_gpus=None if hardware is None else hardware.count)
+    has_gpu = hardware is not None or torch.cuda.is_available()
+    device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
     rank_info = RankInfo(0, launch.world_size, 0, launch.num_processes, launched=True)
-    placement = place(run, rank_info, device, memory_of_a_process(rank_info, device))
+    gpu = None if hardware is None else hardware.gpu
+    available = memory_of_a_process(rank_info, device) if gpu is None else gpu.memory
+    placement = place(run, rank_info, device, available, gpu=gpu)
     size = placement.size or measure(run.config)
     memory = placement.predict(size)
     console = Console(soft_wrap=True, highlight=False)
@@ -39,13 +46,16 @@ def run_plan(arguments: TrainArguments, env: Mapping[str, str] = os.environ) -> 
     for name, decision in placement.decisions.items():
         console.print(f"{name}: {decision}")
     console.print(f"graphs: {placement.graphs(size)}")
+    where = str(device) if gpu is None else gpu.name
     fits = memory.total <= FITS * placement.memory
     console.print(
-        f"needs {memory.total / GIB:.1f} GB of the {placement.memory / GIB:.1f} GB of a process ({device}): "
+        f"needs {memory.total / GIB:.1f} GB of the {placement.memory / GIB:.1f} GB of a process ({where}): "
         f"{'fits' if fits else 'does not fit'}. Activations are an estimate; the rest follows from the model's shapes."
     )
     for line in [] if fits else ways_out(placement, size):
         console.print(f"  {line}")
+    if gpu is not None:
+        console.print(hours_line(placement, size, gpu))
     return 0 if fits else 1
 
 

@@ -79,17 +79,22 @@ def resolve_launch(
     env: Mapping[str, str] = os.environ,
     *,
     starts_processes: bool = True,
+    num_gpus: int | None = None,
 ) -> Launch:
     """Return the number of processes and machines, and the reason: as asked for, else one process per GPU.
 
-    Without `arguments`, as for a dry run: the number of this machine need not be known.
+    Without `arguments`, as for a dry run: the number of this machine need not be known. `num_gpus`: of another machine
+    that is planned for.
     """
     file = run.file
     is_dry_run = arguments is None or arguments.is_dry_run
     changes = _device_changes(file)
     num_devices = num_visible_devices(dict(env) | changes) if starts_processes else 0
+    num_devices = num_devices if num_gpus is None else num_gpus
     num_machines = run.machines.value
     num_processes, reason = _processes_here(run, num_devices, starts_processes)
+    if num_gpus is not None and num_processes > num_gpus:
+        raise UserError(f"{num_processes} processes ({reason}) do not fit on --gpu with {num_gpus} GPU(s) per machine")
     if num_devices and num_processes > num_devices and not is_dry_run:
         raise UserError(
             f"{num_processes} processes ({reason}), but this machine shows {num_devices} GPU(s): give --nproc "

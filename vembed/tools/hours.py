@@ -1,0 +1,131 @@
+"""Hours of a run on given GPUs, estimated from its tokens, its operations per token and the GPUs' data sheets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vembed.config.entries import DataSource
+from vembed.config.schema import TrainConfig
+from vembed.data.columns import Columns
+from vembed.distributed.estimate import ModelSize
+from vembed.distributed.hardware import Gpu
+from vembed.distributed.placement import Placement
+from vembed.errors import UserError
+from vembed.families.decisions import describe
+from vembed.models.processors import load_tokenizer
+from vembed.progress import duration
+from vembed.start.sample import read_sample
+
+USED_SHARE = {True: 0.35, False: 0.6}
+"""Assumed share of the peak that training reaches: in 16 bits, and in float32."""
+SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class DataSize:
+    """Sizes of the training data, from the first records of each source."""
+
+    num_examples: int
+    tokens: float
+    """Mean tokens of an example: its query, positives and negatives."""
+    length: float
+    """Mean tokens of a text."""
+
+
+def hours_line(placement: Placement, size: ModelSize, gpu: Gpu) -> str:
+    """Return the estimate in one line, with what it rests on; or why there is none."""
+    config, in_half = placement.run.config, placement.computes_in_half
+    peak = gpu.tflops(in_half=in_half)
+    if peak is None:
+        return "hours: not estimated, since --memory names no GPU; --gpu 2xA100-80GB does"
+    try:
+        data = data_size(config)
+    except UserError as error:
+        return f"hours: not estimated ({error})"
+    if data is None:
+        return "hours: not estimated; for that, data_path must be files of texts that are here"
+    world = placement.ranks.world_size
+    per_step = placement.rows * world * config.gradient_accumulation_steps
+    steps = num_steps(config, data.num_examples, per_step)
+    tokens = steps * per_step * data.tokens
+    operations = operations_per_token(placement, size, data)
+    seconds = tokens * operations / (peak * 1e12 * USED_SHARE[in_half] * world)
+    return (
+        f"hours: about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)}). This is an estimate, often off by a "
+        f"factor of two: {steps:,d} steps x {per_step:,d} examples x {data.tokens:,.0f} tokens, {operations / 1e9:,.3g} GFLOP "
+        f"per token, at {USED_SHARE[in_half]:.0%} of the {peak:g} TFLOPS of {gpu.name}'s data sheet "
+        f"({'16 bits' if in_half else 'float32'}), on {world} GPU(s); without evaluations and loading"
+    )
+
+
+def num_steps(config: TrainConfig, num_examples: int, per_step: int) -> int:
+    """Return the steps of the run."""
+    if config.max_steps is not None:
+        return config.max_steps
+    batch = per_step // config.gradient_accumulation_steps
+    train = num_examples * (1.0 - (config.val_split or 0.0))
+    return max(math.ceil(config.epochs * (train // batch) / config.gradient_accumulation_steps), 1)
+
+
+def operations_per_token(placement: Placement, size: ModelSize, data: DataSize) -> float:
+    """Return the floating-point operations of one token in a step, forward and backward."""
+    config = placement.run.config
+    inside_layers = size.layer_parameters * size.num_layers or size.total
+    forward = 2.0 * inside_layers + 4.0 * size.num_layers * size.hidden * data.length
+    # Backward: products for the inputs' gradients, and those for the trained weights' gradients.
+    passes = 2.0 + size.trained / max(size.total, 1)
+    passes += 1.0 if placement.run.recomputation.value else 0.0
+    repeats = config.use_gradient_cache is not False and placement.rows * data.tokens > placement.micro_batch_tokens(
+        size
+    )
+    return forward * (passes + (1.0 if repeats else 0.0))
+
+
+def data_size(config: TrainConfig) -> DataSize | None:
+    """Return the sizes of the training data; None where it is not here, or is not text alone."""
+    description = describe(config)
+    if description.modalities == ("image",):
+        return None
+    tokenizer: Any = load_tokenizer(description)
+    num_examples, tokens, num_texts, num_looked = 0, 0.0, 0, 0
+    sources = config.data_path if isinstance(config.data_path, list) else [config.data_path]
+    for source in sources:
+        own = source if isinstance(source, DataSource) else None
+        sample = read_sample(Path(source if own is None else own.path).expanduser())
+        mapping = (own.column_mapping if own is not None else None) or config.column_mapping
+        if not sample.records:
+            return None
+        texts: list[str] = []
+        for record in sample.records:
+            found = list(_texts(record, mapping, config.max_negatives))
+            if None in found:
+                return None
+            texts += [one for one in found if one is not None]
+        ids = tokenizer(texts, truncation=True, max_length=description.max_length)["input_ids"] if texts else []
+        share = sample.num_records / len(sample.records)
+        num_examples += sample.num_records
+        tokens += share * sum(map(len, ids))
+        num_texts += round(share * len(texts))
+        num_looked += len(texts)
+    if not num_looked:
+        return None
+    return DataSize(num_examples, tokens / num_examples, tokens / max(num_texts, 1))
+
+
+def _texts(record: Mapping[str, Any], mapping: Mapping[str, str] | None, most: int | None) -> Iterator[str | None]:
+    """Yield the texts of a record; None for an input that is not text alone."""
+    layout = Columns(mapping).layout(tuple(record))
+    yield from (None for name in (layout.query_image, layout.positive_image, layout.negative_image) if name)
+    for name in (layout.query, layout.positive):
+        yield from _strings(record.get(name) if name else None)
+    negatives = [one for name in layout.negatives for one in _strings(record.get(name))]
+    yield from negatives[:most]
+
+
+def _strings(value: Any) -> Sequence[str | None]:
+    entries = value if isinstance(value, list) else [value]
+    return [one if isinstance(one, str) else None for one in entries if one is not None]
