@@ -113,11 +113,17 @@ def encode(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="A model folder, a Hub name, a run or a checkpoint.")],
     input_file: Annotated[
-        str, typer.Argument(metavar="INPUT", help="Texts (one per line) or JSONL; - is standard input.")
+        str,
+        typer.Argument(
+            metavar="INPUT", help="Texts (one per line), JSONL, a table or a folder of images; - is standard input."
+        ),
     ],
     output: Annotated[str, typer.Argument(help="Where to write: NAME.npy or NAME.parquet.")],
     kind: Annotated[str, typer.Option(help="query or document: which of the model's prompts to use.")] = "document",
     column: Annotated[str | None, typer.Option(help="The field or column that holds the text.")] = None,
+    keep: Annotated[
+        str, typer.Option(help="Columns to write beside the vectors, as id,title; for .npy to NAME.kept.jsonl.")
+    ] = "",
     input_format: Annotated[str, typer.Option(help="auto, jsonl or text.")] = "auto",
     truncate_dim: Annotated[int | None, typer.Option(min=1, help="Keep only the first so many numbers.")] = None,
     normalize: Annotated[bool | None, typer.Option(help="Vectors of length 1. Default: as the model says.")] = None,
@@ -132,7 +138,7 @@ def encode(
     strategy: Shards = "ddp",
     nproc: Nproc = 1,
 ) -> None:
-    """Turn a file of texts or records into embeddings, in the order of the file."""
+    """Turn a file of texts or records, or a folder of images, into embeddings, in the order of the input."""
 
     def call() -> int | None:
         options: dict[str, Any] = {
@@ -158,6 +164,7 @@ def encode(
                 truncate_dim=truncate_dim,
                 normalize=normalize,
                 column=column,
+                keep=[one.strip() for one in keep.split(",") if one.strip()],
                 batch_tokens=batch_tokens,
                 image_root=image_root,
                 trust_remote_code=trust_remote_code,

@@ -9,9 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from tests.harness import run_ranks
-from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
+from tests.tiny import shared, tiny_bert_st, tiny_clip, tiny_qwen3_st
 from vembed import Embedder, UserError
 from vembed.tools import encode
 from vembed.tools.encode import run_encode
@@ -207,3 +208,65 @@ def test_two_processes_write_the_same_file(texts, tmp_path):
     )
     assert rows == [6, 6]
     np.testing.assert_allclose(np.load(target), expected(), atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A folder of three images, one of them in a subfolder, and a file of another kind."""
+    folder = tmp_path_factory.mktemp("pictures")
+    (folder / "more").mkdir()
+    for number, name in enumerate(("b.png", "a.JPG", "more/c.png")):
+        Image.new("RGB", (40, 30), (80 * number, 120, 200)).save(folder / name)
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+def test_a_folder_of_images(pictures, tmp_path):
+    model = str(shared(tiny_clip))
+    run_encode(model, str(pictures), str(tmp_path / "out.parquet"))
+    table = pq.read_table(tmp_path / "out.parquet")
+    names = ["a.JPG", "b.png", "more/c.png"]
+    assert table.column("id").to_pylist() == names
+    expected = Embedder(model, device="cpu").encode([{"image": str(pictures / name)} for name in names])
+    np.testing.assert_allclose(np.array(table.column("embedding").to_pylist()), expected, atol=1e-6)
+    run_encode(model, str(pictures), str(tmp_path / "out.npy"))
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
+    kept = [json.loads(line) for line in (tmp_path / "out.kept.jsonl").read_text().splitlines()]
+    assert kept == [{"image": name} for name in names]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty is a folder without images"):
+        run_encode(model, str(tmp_path / "empty"), str(tmp_path / "out.npy"))
+    with pytest.raises(UserError, match="image"):
+        run_encode(str(shared(tiny_bert_st)), str(pictures), str(tmp_path / "out.npy"))
+
+
+def test_kept_columns(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    rows = [{"id": f"d{n}", "title": None if n == 1 else f"t{n}", "year": n, "tags": [n], "body": text}
+            for n, text in enumerate(TEXTS)]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, keep = str(shared(tiny_bert_st)), ["id", "title", "year", "tags"]
+    run_encode(model, str(path), str(tmp_path / "out.parquet"), column="body", keep=keep)
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert table.column_names == [*keep, "embedding"]
+    assert table.schema.field("year").type == pa.int64()
+    assert table.drop(["embedding"]).to_pylist() == [
+        {name: json.dumps(row[name]) if name == "tags" else row[name] for name in keep} for row in rows
+    ]
+    run_encode(model, str(path), str(tmp_path / "out.npy"), column="body", keep=["id", "year"])
+    kept = [json.loads(line) for line in (tmp_path / "out.kept.jsonl").read_text().splitlines()]
+    assert kept == [{"id": row["id"], "year": row["year"]} for row in rows]
+    assert np.load(tmp_path / "out.npy").shape == (6, 32)
+
+
+def test_columns_that_are_not_there_are_found_before_the_model_is_loaded(texts, tmp_path):
+    (tmp_path / "table.csv").write_text("Nr;Frage\n1;eins\n")
+    source, target = str(tmp_path / "table.csv"), str(tmp_path / "out.npy")
+    with pytest.raises(UserError, match=r"row 1: no field Fragen \(it has Nr, Frage\)"):
+        run_encode("no model", source, target, column="Fragen")
+    with pytest.raises(UserError, match=r"--keep Nrr: .*table.csv has no such column, did you mean 'Nr'\?"):
+        run_encode("no model", source, target, column="Frage", keep=["Nrr"])
+    with pytest.raises(UserError, match="plain text has no columns"):
+        run_encode("no model", str(texts), target, keep=["id"])
+    with pytest.raises(UserError, match="name each column once"):
+        run_encode("no model", source, target, keep=["Nr", "Nr"])

@@ -54,11 +54,13 @@ def hours_line(placement: Placement, size: ModelSize, gpu: Gpu) -> str:
     tokens = steps * per_step * data.tokens
     operations = operations_per_token(placement, size, data)
     seconds = tokens * operations / (peak * 1e12 * USED_SHARE[in_half] * world)
+    work = f"{steps:,d} steps x {per_step:,d} examples x {data.tokens:,.0f} tokens"
+    work += f", {operations / 1e9:,.3g} GFLOP per token"
+    speed = f"{USED_SHARE[in_half]:.0%} of the {peak:g} TFLOPS of {gpu.name}'s data sheet"
     return (
         f"hours: about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)}). This is an estimate, often off by a "
-        f"factor of two: {steps:,d} steps x {per_step:,d} examples x {data.tokens:,.0f} tokens, {operations / 1e9:,.3g} GFLOP "
-        f"per token, at {USED_SHARE[in_half]:.0%} of the {peak:g} TFLOPS of {gpu.name}'s data sheet "
-        f"({'16 bits' if in_half else 'float32'}), on {world} GPU(s); without evaluations and loading"
+        f"factor of two: {work}, at {speed} ({'16 bits' if in_half else 'float32'}), on {world} GPU(s); without "
+        "evaluations and loading"
     )
 
 
@@ -94,9 +96,10 @@ def data_size(config: TrainConfig) -> DataSize | None:
     num_examples, tokens, num_texts, num_looked = 0, 0.0, 0, 0
     sources = config.data_path if isinstance(config.data_path, list) else [config.data_path]
     for source in sources:
-        own = source if isinstance(source, DataSource) else None
-        sample = read_sample(Path(source if own is None else own.path).expanduser())
-        mapping = (own.column_mapping if own is not None else None) or config.column_mapping
+        path = source.path if isinstance(source, DataSource) else source
+        own = source.column_mapping if isinstance(source, DataSource) else None
+        mapping = own or config.column_mapping
+        sample = read_sample(Path(path).expanduser())
         if not sample.records:
             return None
         texts: list[str] = []

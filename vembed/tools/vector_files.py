@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -26,11 +27,29 @@ def check_target(output: str) -> Path:
     return target
 
 
+def kept_path(target: Path) -> Path:
+    """Return the file beside a .npy file that holds the kept columns, one object per row."""
+    return target.with_suffix(".kept.jsonl")
+
+
+def check_kept_names(keep: Sequence[str]) -> None:
+    """Raise UserError if kept columns cannot have these names."""
+    if len(set(keep)) < len(keep) or "embedding" in keep:
+        raise UserError(f"--keep {','.join(keep)}: name each column once, and none embedding, as the vectors are named")
+
+
+def kept_beside(target: Path, keep: Sequence[str]) -> str:
+    """Return where the kept columns are, for the log."""
+    if not keep:
+        return ""
+    return f"; {', '.join(keep)} in {kept_path(target) if target.suffix == '.npy' else 'the same file'}"
+
+
 class VectorWriter(Protocol):
     """Takes rows in order."""
 
-    def write(self, embeddings_ND: np.ndarray, ids: list[str | None]) -> None:
-        """Append rows."""
+    def write(self, embeddings_ND: np.ndarray, ids: list[str | None], kept: Mapping[str, list[Any]]) -> None:
+        """Append rows, with their ids and the columns that are kept."""
         ...
 
     def close(self) -> None:
@@ -41,7 +60,7 @@ class VectorWriter(Protocol):
 class _NoWriter:
     """Writer of the other processes: writes nothing."""
 
-    def write(self, embeddings_ND: np.ndarray, ids: list[str | None]) -> None:
+    def write(self, embeddings_ND: np.ndarray, ids: list[str | None], kept: Mapping[str, list[Any]]) -> None:
         """Let the first process write."""
 
     def close(self) -> None:
@@ -49,18 +68,24 @@ class _NoWriter:
 
 
 class _NpyWriter:
-    """A .npy file that grows; its header has a fixed size and is written again at the end with the number of rows."""
+    """A .npy file that grows; its header has a fixed size and is written again at the end with the number of rows. Kept
+    columns go to a file of their own."""
 
-    def __init__(self, file: BinaryIO, shape: tuple[int, ...]) -> None:
+    def __init__(self, file: BinaryIO, shape: tuple[int, ...], beside: BinaryIO | None) -> None:
         self.file = file
         self.shape = shape
+        self.beside = beside
         self.num_rows = 0
         self._header()
 
-    def write(self, embeddings_ND: np.ndarray, ids: list[str | None]) -> None:  # noqa: ARG002 - an array has no names
+    def write(self, embeddings_ND: np.ndarray, ids: list[str | None], kept: Mapping[str, list[Any]]) -> None:  # noqa: ARG002 - an array has no names
         """Append rows."""
         self.num_rows += len(embeddings_ND)
         self.file.write(np.ascontiguousarray(embeddings_ND, np.float32).tobytes())
+        if self.beside is not None:
+            for values in zip(*kept.values(), strict=True):
+                line = json.dumps(dict(zip(kept, values, strict=True)), ensure_ascii=False)
+                self.beside.write(line.encode() + b"\n")
 
     def close(self) -> None:
         """Say how many rows there are."""
@@ -75,51 +100,87 @@ class _NpyWriter:
 
 
 class _ParquetWriter:
-    """A row group per chunk: the embedding, and the id where the first record has one."""
+    """A row group per chunk: the kept columns, the embedding, and the id where the first record has one."""
 
-    def __init__(self, file: BinaryIO, num_dims: int) -> None:
+    def __init__(self, file: BinaryIO, num_dims: int, keep: Sequence[str]) -> None:
         self.file = file
         self.num_dims = num_dims
+        self.keep = tuple(keep)
         self.writer: pq.ParquetWriter | None = None
         self.has_ids = False
 
-    def write(self, embeddings_ND: np.ndarray, ids: list[str | None]) -> None:
+    def write(self, embeddings_ND: np.ndarray, ids: list[str | None], kept: Mapping[str, list[Any]]) -> None:
         """Append rows."""
         if self.writer is None:
-            self.has_ids = ids[0] is not None
-            self._open()
+            self.has_ids = ids[0] is not None and "id" not in self.keep
+            self._open({name: _type_of(values) for name, values in kept.items()})
         assert self.writer is not None
+        schema = self.writer.schema
         flat = pa.array(np.ascontiguousarray(embeddings_ND, np.float32).reshape(-1))
         columns = [pa.array(ids, pa.string())] if self.has_ids else []
+        columns += [_column(name, kept[name], schema.field(name).type) for name in self.keep]
         columns.append(pa.FixedSizeListArray.from_arrays(flat, self.num_dims))
-        self.writer.write_table(pa.Table.from_arrays(columns, schema=self.writer.schema))
+        self.writer.write_table(pa.Table.from_arrays(columns, schema=schema))
 
     def close(self) -> None:
         """Write the footer."""
         if self.writer is None:
-            self._open()
+            self._open({})
         assert self.writer is not None
         self.writer.close()
 
-    def _open(self) -> None:
+    def _open(self, kept: Mapping[str, pa.DataType]) -> None:
         fields = [pa.field("id", pa.string())] if self.has_ids else []
+        fields += [pa.field(name, kind) for name, kind in kept.items()]
         fields.append(pa.field("embedding", pa.list_(pa.float32(), self.num_dims)))
-        self.writer = pq.ParquetWriter(self.file, pa.schema(fields), compression="zstd", use_dictionary=["id"])
+        names = [one.name for one in fields[:-1]]
+        self.writer = pq.ParquetWriter(self.file, pa.schema(fields), compression="zstd", use_dictionary=names)
+
+
+def _type_of(values: Sequence[Any]) -> pa.DataType:
+    """Return the type of a kept column by its first values: numbers and booleans as they are, all else as text."""
+    try:
+        kind = pa.infer_type(values)
+    except pa.ArrowException:
+        return pa.string()
+    is_plain = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return kind if is_plain else pa.string()
+
+
+def _column(name: str, values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    if pa.types.is_string(kind):
+        texts = [one if one is None or isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in values]
+        return pa.array(texts, kind)
+    try:
+        return pa.array(values, kind)
+    except pa.ArrowException as error:
+        raise UserError(f"--keep {name}: a later value is no {kind} as the first ones are: {error}") from error
 
 
 @contextmanager
-def vector_writer(target: Path, shape: tuple[int, ...], *, active: bool) -> Iterator[VectorWriter]:
+def vector_writer(
+    target: Path, shape: tuple[int, ...], keep: Sequence[str] = (), *, active: bool
+) -> Iterator[VectorWriter]:
     """Writes beside the target and moves it there at the end; not `active`: takes vectors and writes nothing. `shape`:
-    of what stands for one input, more than one dimension in .npy alone."""
+    of what stands for one input, more than one dimension in .npy alone. `keep`: names of the kept columns."""
     if not active:
         yield _NoWriter()
         return
-    partial = target.with_name(target.name + ".part")
+    is_array = target.suffix == ".npy"
+    targets = [target, kept_path(target)] if is_array and keep else [target]
+    partials = [one.with_name(one.name + ".part") for one in targets]
     try:
-        with partial.open("wb") as file:
-            writer = _NpyWriter(file, shape) if target.suffix == ".npy" else _ParquetWriter(file, shape[0])
+        with ExitStack() as stack:
+            file, *beside = [stack.enter_context(one.open("wb")) for one in partials]
+            writer: VectorWriter
+            if is_array:
+                writer = _NpyWriter(file, shape, beside[0] if beside else None)
+            else:
+                writer = _ParquetWriter(file, shape[0], keep)
             yield writer
             writer.close()
-        partial.replace(target)
+        for partial, one in zip(partials, targets, strict=True):
+            partial.replace(one)
     finally:
-        partial.unlink(missing_ok=True)
+        for partial in partials:
+            partial.unlink(missing_ok=True)

@@ -1,0 +1,223 @@
+"""Input of `vembed encode`: lines of a file, rows of a table or images of a folder, as records with what is kept."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from vembed.config.options import nearest
+from vembed.data.examples import BadRecord, Item
+from vembed.data.images import ImageRoot
+from vembed.data.messages import listed
+from vembed.distributed import collectives
+from vembed.distributed.session import Session
+from vembed.errors import UserError
+from vembed.evaluation.dataset import titled_text
+from vembed.tools.table_rows import is_table, num_rows, table_rows
+
+FIRST_LINES = 256
+"""Lines that are read and checked before the model is loaded."""
+TEXT_COLUMNS = ("text", "query", "positive", "document", "sentence")
+"""Fields that are taken for the text of a record when nobody names one; the first that is there. A title goes before
+`text`, as in evaluation."""
+ITEM_COLUMNS = (*TEXT_COLUMNS, "title", "image")
+ID_COLUMNS = ("_id", "id")
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
+BOM = b"\xef\xbb\xbf"
+
+Format = Literal["auto", "jsonl", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One input, with what is written beside its vector."""
+
+    item: Item
+    identity: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    """All fields of the record."""
+
+
+def rows_of(source: str, given: Format) -> Path | None:
+    """Return the path of a table or a folder of images, whose rows are numbered; None for lines."""
+    path = Path(source)
+    return path if given == "auto" and source != "-" and (path.is_dir() or is_table(path)) else None
+
+
+def images_in(folder: Path) -> list[str]:
+    """Return the images of a folder and its subfolders, in the order of their paths. Raise UserError without any."""
+    found = sorted(
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
+    )
+    if not found:
+        endings = ", ".join(sorted(IMAGE_SUFFIXES))
+        raise UserError(f"{folder} is a folder without images ({endings}); for texts give a file")
+    return found
+
+
+def check_kept(keep: Sequence[str], rows: Sequence[Row], source: str) -> None:
+    """Raise UserError if a column to be kept is in none of the first records."""
+    names = list(dict.fromkeys(name for row in rows for name in row.fields))
+    for name in keep:
+        if rows and name not in names:
+            near = nearest(name, names)
+            hint = f", did you mean {near!r}?" if near else ""
+            has = f"it has {listed(names)}" if names else "plain text has no columns"
+            raise UserError(f"--keep {name}: {source} has no such column{hint} ({has})")
+
+
+class InputLines:
+    """Chunks of lines with the number of the first, read by the first process and handed to all."""
+
+    def __init__(
+        self, source: str, session: Session, rows_of: Path | None, columns: Collection[str], chunk: int
+    ) -> None:
+        """`rows_of`: the table whose rows are the lines; `columns`: those of it that may be needed."""
+        self.source = source
+        self.session = session
+        self.rows_of = rows_of
+        self.columns = columns
+        self.chunk = chunk
+        found = {"total": None, "error": None}
+        if session.is_main and source != "-":
+            found = _count_lines(Path(source), of_rows=rows_of is not None)
+        found = collectives.broadcast_json(found)
+        if found["error"]:
+            raise UserError(found["error"])
+        self.total: int | None = found["total"]
+
+    def __iter__(self) -> Iterator[tuple[int, list[str]]]:
+        with ExitStack() as stack:
+            file: Iterator[bytes] | None = None
+            if self.session.is_main and self.rows_of is not None and self.rows_of.is_dir():
+                records = ({"id": name, "image": name} for name in images_in(self.rows_of))
+                file = (json.dumps(record, ensure_ascii=False).encode(errors="surrogateescape") for record in records)
+            elif self.session.is_main and self.rows_of is not None:
+                file = table_rows(self.rows_of, self.columns)
+            elif self.session.is_main:
+                file = sys.stdin.buffer if self.source == "-" else stack.enter_context(Path(self.source).open("rb"))
+            first = 1
+            while True:
+                size = min(self.chunk, FIRST_LINES) if first == 1 else self.chunk
+                chunk: list[str] = collectives.broadcast_json(_decoded(file, size) if file is not None else [])
+                if not chunk:
+                    return
+                yield first, chunk
+                first += len(chunk)
+
+
+def _decoded(file: Iterator[bytes], count: int) -> list[str]:
+    """The next lines without their ends. Bytes that are no UTF-8 become lone surrogates, which the parser refuses with
+    the number of the line."""
+    lines = itertools.islice(file, count)
+    return [line.removeprefix(BOM).decode("utf-8", "surrogateescape").rstrip("\r\n") for line in lines]
+
+
+def _count_lines(path: Path, *, of_rows: bool) -> dict[str, Any]:
+    try:
+        if path.is_dir():
+            return {"total": len(images_in(path)), "error": None}
+        if of_rows:
+            path.open("rb").close()
+            return {"total": num_rows(path), "error": None}
+        with path.open("rb") as file:
+            total, last = 0, b"\n"
+            while block := file.read(2**20):
+                total, last = total + block.count(b"\n"), block[-1:]
+            return {"total": total + (last != b"\n"), "error": None}
+    except OSError as error:
+        return {"total": None, "error": f"{path} cannot be read: {error.strerror}"}
+    except UserError as error:
+        return {"total": None, "error": str(error)}
+
+
+class InputParser:
+    """One line to an item and its id."""
+
+    def __init__(
+        self, source: str, column: str | None, given: Format, image_root: str | None, *, of_rows: bool
+    ) -> None:
+        self.of_rows = of_rows
+        self.source = "standard input" if source == "-" else source
+        self.column = column
+        self.format = given
+        if given == "auto" and source != "-":
+            self.format = "jsonl" if Path(source).suffix in (".jsonl", ".ndjson", ".json") else "text"
+        if column is not None and self.format == "text":
+            raise UserError(
+                f"{self.source} is read as plain text, which has no column {column}: leave out --column, or give "
+                "--input-format jsonl"
+            )
+        folder = image_root or "."
+        if image_root is None and source != "-":
+            path = Path(source).absolute()
+            folder = str(path if path.is_dir() else path.parent)
+        self.images = ImageRoot(folder, allow_urls=False)
+
+    def record(self, line: str, number: int) -> Row:
+        """Return the input on a line. Raise UserError if it cannot be encoded."""
+        where = f"{self.source}, row {number:,d}" if self.of_rows else f"{self.source}:{number}"
+        if not line.strip():
+            raise UserError(f"{where} is empty, and every line has to give one embedding; remove it")
+        if not line.isascii():
+            try:
+                line.encode()
+            except UnicodeEncodeError as error:
+                raise UserError(f"{where} is not UTF-8 text; save the file as UTF-8") from error
+        if self.format == "auto":  # standard input: the first line tells
+            self.format = "jsonl" if line.lstrip()[0] in '{"' else "text"
+        if self.format == "text":
+            return Row(Item(text=line))
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where} is not JSON ({error}); for plain text use --input-format text") from error
+        identity = None
+        if isinstance(value, dict):
+            found = next((value[name] for name in ID_COLUMNS if value.get(name) is not None), None)
+            identity = None if found is None else str(found)
+        try:
+            return Row(self._item(value), identity, value if isinstance(value, dict) else {})
+        except BadRecord as error:
+            raise UserError(f"{where}: {error}") from error
+
+    def _item(self, value: Any) -> Item:
+        if isinstance(value, dict):
+            if self.column is not None:
+                if value.get(self.column) is None:
+                    raise BadRecord(f"no field {self.column} (it has {listed(value)})")
+                return self._of_field(value[self.column], self.column)
+            if value.get("image") is None:
+                name = next((name for name in TEXT_COLUMNS if value.get(name) is not None), None)
+                if name is None:
+                    raise BadRecord(
+                        f"none of the fields {', '.join(TEXT_COLUMNS)} (it has {listed(value)}): use --column"
+                    )
+                if name == "text" and isinstance(value.get("title"), str):  # a document of a BEIR folder
+                    return self._of_field(titled_text(value), name)
+                return self._of_field(value[name], name)
+        return self._of_field(value, "the record")
+
+    def _of_field(self, value: Any, name: str) -> Item:
+        if isinstance(value, dict):
+            text = value.get("text")
+            given = value.get("image")
+            images = [] if given is None else given if isinstance(given, list) else [given]
+            if (text is not None and not isinstance(text, str)) or not all(isinstance(one, str) for one in images):
+                raise BadRecord(f"{name} has a text or image that is no string")
+            if images:
+                return Item(text=text or None, images=tuple(self.images.reference(image) for image in images))
+            value = text
+        if not isinstance(value, str):
+            raise BadRecord(f"{name} is no text")
+        if not value.strip():
+            raise BadRecord(f"{name} is empty")
+        return Item(text=value)
