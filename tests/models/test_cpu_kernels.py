@@ -7,15 +7,18 @@ import torch
 from torch import nn
 
 from vembed.models import cpu_kernels
-from vembed.models.cpu_kernels import CpuDropout, attention, keep_mask
+from vembed.models.cpu_kernels import CpuDropout, attention, keep_mask, scale_of
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_share_of_kept_elements_and_expectation(p: float) -> None:
+@pytest.mark.parametrize(("p", "dtype"), [(0.1, torch.bfloat16), (0.5, torch.float32), (0.9, torch.float64)])
+def test_share_of_kept_elements_and_expectation(p: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    mask, scale = keep_mask(torch.Size([1001, 1003]), p)
+    bits = keep_mask(torch.Size([1001, 1003]), p, dtype)
+    assert bits.dtype.itemsize == dtype.itemsize
+    assert set(bits.unique().tolist()) == {-1, 0}
+    mask = bits != 0
     assert float(mask.float().mean()) == pytest.approx(1 - p, abs=2e-3)
-    assert scale == pytest.approx(1 / (1 - p), rel=1e-4)
+    assert scale_of(p) == pytest.approx(1 / (1 - p), rel=1e-4)
     for dim in (0, 1):
         # Neighbours come from the same 64-bit number: they must not know of each other.
         shifted = mask.float().roll(1, dim)
@@ -41,7 +44,7 @@ def test_dropout_is_seeded_and_only_in_training() -> None:
 @pytest.mark.parametrize("mask_kind", ["none", "bool", "float", "shared"])
 def test_attention_is_that_of_the_formula(pieces: int, mask_kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, heads, length, size = 8, 3, 7, 5
-    monkeypatch.setattr(cpu_kernels, "SCORES_AT_ONCE", heads * length * length * (rows // pieces))
+    monkeypatch.setattr(cpu_kernels, "SCORE_BYTES", 8 * heads * length * length * (rows // pieces))
     torch.manual_seed(2)
     query, key, value = (torch.randn(rows, heads, length, size, dtype=torch.float64, requires_grad=True) for _ in "qkv")
     mask: torch.Tensor | None = None
@@ -58,9 +61,9 @@ def test_attention_is_that_of_the_formula(pieces: int, mask_kind: str, monkeypat
     scores = query @ key.transpose(2, 3) * size**-0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    step = max(1, cpu_kernels.SCORES_AT_ONCE // (heads * length * length))
-    draws = [keep_mask(part.shape, 0.2) for part in scores.split(step)]
-    dropped = scores.softmax(-1) * torch.cat([kept for kept, _ in draws]) * draws[0][1]
+    step = max(1, cpu_kernels.SCORE_BYTES // (8 * heads * length * length))
+    kept = [keep_mask(part.shape, 0.2, part.dtype) != 0 for part in scores.split(step)]
+    dropped = scores.softmax(-1) * torch.cat(kept) * scale_of(0.2)
     plain = (dropped @ value).transpose(1, 2)
     wanted = torch.autograd.grad((plain * weights).sum(), (query, key, value))
     torch.testing.assert_close(output, plain, rtol=1e-12, atol=1e-12)

@@ -1,9 +1,10 @@
 """Dropout and attention with dropout for training on CPUs: bulk random bits, and score matrices that fit the caches.
 
 torch draws one random number per element, serially, which takes a third of a small encoder's step on a CPU, and its
-attention with dropout writes every intermediate matrix to memory. Here one 64-bit number gives four 16-bit draws, and
-attention processes the batch in pieces whose score matrices stay in the caches. The distribution is the same; the draws
-differ from torch's and depend on torch's seed only.
+attention with dropout writes every intermediate matrix to memory. Here one 64-bit number gives four 16-bit draws,
+masks are applied to the bits of the numbers (`x & mask`, which vectorises in every dtype), and attention processes the
+batch in pieces whose score matrices stay in the caches. The distribution is the same; the draws differ from torch's
+and depend on torch's seed only.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -20,22 +22,41 @@ from transformers.masking_utils import sdpa_mask
 
 IMPLEMENTATION = "vembed_cpu"
 """Name of `attention` in Transformers' registry."""
-SCORES_AT_ONCE = 2**19
-"""Elements of one piece's score matrices: 2 MB in float32."""
+SCORE_BYTES = 2**21
+"""Bytes of one piece's score matrices."""
 LEVELS = 2**16
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtype by the number of bytes of a number."""
 
 
-def keep_mask(shape: torch.Size, p: float) -> tuple[Tensor, float]:
-    """Return dropout's bool mask (true: keep) and the scale of kept elements. `p` is rounded to a multiple of 2^-16."""
+def keep_mask(shape: torch.Size, p: float, dtype: torch.dtype) -> Tensor:
+    """Return dropout's mask for numbers of `dtype`: integers of their size with all bits set where they are kept.
+
+    `p` is rounded to a multiple of 2^-16.
+    """
     count = shape.numel()
+    seed = torch.empty(1, dtype=torch.int64).random_().numpy()  # as an array: no value is read from a device
+    draws = np.random.SFC64(seed).random_raw((count + 3) // 4).view(np.int16)
     # Signed 16-bit draws are uniform on [-32768, 32767], so the threshold for "keep" is shifted by LEVELS / 2.
-    bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-    return (bits[:count] < round((1.0 - p) * LEVELS) - LEVELS // 2).view(shape), scale_of(p)
+    # In place, true is the integer 1; its negative has all bits set.
+    mask = torch.from_numpy(draws)[:count].lt_(round((1.0 - p) * LEVELS) - LEVELS // 2).neg_()
+    return mask.to(BITS[dtype.itemsize]).view(shape)
+
+
+def scores_at_once(dtype: torch.dtype) -> int:
+    """Return the number of scores that are computed together."""
+    return SCORE_BYTES // dtype.itemsize
 
 
 def scale_of(p: float) -> float:
     """Return the factor for kept elements: 1 / (1 - p), with p rounded as in `keep_mask`."""
     return LEVELS / round((1.0 - p) * LEVELS)
+
+
+def masked_(values: Tensor, mask: Tensor) -> Tensor:
+    """Set `values` to 0 where `mask`, of `keep_mask`, is 0."""
+    values.view(mask.dtype).bitwise_and_(mask)
+    return values
 
 
 class CpuDropout(nn.Dropout):
@@ -45,66 +66,63 @@ class CpuDropout(nn.Dropout):
         """Apply dropout as nn.Dropout does, with other draws."""
         if not self.training or self.p in (0.0, 1.0) or values.device.type != "cpu":
             return super().forward(values)
-        mask, scale = keep_mask(values.shape, self.p)
-        dropped: Tensor = _Dropped.apply(values, mask, scale)  # type: ignore[no-untyped-call]
+        dropped: Tensor = _Dropped.apply(values, self.p)  # type: ignore[no-untyped-call]
         return dropped
 
 
 class _Dropped(torch.autograd.Function):
-    """values * mask * scale in one fused pass, forward and backward."""
+    """values * mask * scale, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, values: Tensor, p: float) -> Tensor:
+        mask = keep_mask(values.shape, p, values.dtype)
         ctx.save_for_backward(mask)
-        ctx.scale = scale
-        # The backward kernel computes exactly this product, so it serves as the forward too.
-        dropped: Tensor = torch.ops.aten.native_dropout_backward(values, mask, scale)
-        return dropped
+        ctx.scale = scale_of(p)
+        return masked_(values * ctx.scale, mask)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (mask,) = ctx.saved_tensors
-        return torch.ops.aten.native_dropout_backward(gradients[0].contiguous(), mask, ctx.scale), None, None
+        return masked_(gradients[0] * ctx.scale, mask), None
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, scaling: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dropout(softmax(q k^T * scaling + mask)) v, and the probabilities and dropout mask for the backward pass.
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, heads: int, p: float
+) -> tuple[Tensor, Tensor]:
+    """Return dropout(softmax(q k^T + mask)) v, and the signed probabilities for the backward pass.
 
-    query, key, value: [n, heads, length, size]; probabilities and dropout mask: [n, heads, length, length].
+    query, key, value: [n * heads, length, size]; probabilities: [n * heads, length, length], negative where dropout
+    keeps them (a probability has no sign of its own).
     """
-    scores = torch.matmul(query * scaling, key.transpose(2, 3))
-    if mask is not None and mask.dtype == torch.bool:
-        # The lowest finite value, not -inf: a row of padding that sees nothing must not become NaN.
-        scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
-    elif mask is not None:
-        scores += mask
+    scores = torch.bmm(query, key.transpose(1, 2))
+    if mask is not None:
+        by_head = scores.view(-1, heads, *scores.shape[1:])
+        if mask.dtype == torch.bool:
+            # The lowest finite value, not -inf: a row of padding that sees nothing must not become NaN.
+            by_head.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        else:
+            by_head += mask
     probabilities = torch.softmax(scores, dim=-1)
-    kept, scale = keep_mask(probabilities.shape, p)
-    dropped = torch.ops.aten.native_dropout_backward(probabilities, kept, scale)
-    return torch.matmul(dropped, value), probabilities, kept
+    kept = keep_mask(probabilities.shape, p, probabilities.dtype)
+    signed = probabilities.view(kept.dtype).bitwise_or(kept & torch.iinfo(kept.dtype).min).view(probabilities.dtype)
+    # The factor for kept elements is applied to the small output instead of the probabilities.
+    return torch.bmm(masked_(probabilities, kept), value).mul_(scale_of(p)), signed
 
 
 def attend_backward(
-    inputs: Sequence[Tensor], draws: tuple[Tensor, Tensor], p: float, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, signed: Tensor, p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value.
-
-    `inputs`: query, key, value and the gradient of the output. `draws`: probabilities and dropout mask from `attend`.
-    """
-    query, key, value, gradient = inputs
-    probabilities, kept = draws
-    scale = scale_of(p)
-    dropped = torch.ops.aten.native_dropout_backward(probabilities, kept, scale)
-    grad_value = torch.matmul(dropped.transpose(2, 3), gradient)
+    """Return the gradients of query, key and value from that of the output. `signed`: probabilities from `attend`."""
+    gradient = gradient * scale_of(p)
+    integers = signed.view(BITS[signed.dtype.itemsize])
+    # An arithmetic shift fills a number with its sign: the mask of `keep_mask` again.
+    kept = integers >> (8 * signed.dtype.itemsize - 1)
+    probabilities = (integers & torch.iinfo(integers.dtype).max).view(signed.dtype)
     # Chain rule in reverse order: d(dropped probabilities), d(probabilities), d(scores), then query and key.
-    through = torch.matmul(gradient, value.transpose(2, 3))
-    through = torch.ops.aten.native_dropout_backward(through, kept, scale)
+    through = masked_(torch.bmm(gradient, value.transpose(1, 2)), kept)
     scores = torch.ops.aten._softmax_backward_data(through, probabilities, -1, probabilities.dtype)
-    grad_query = torch.matmul(scores, key).mul_(scaling)
-    grad_key = torch.matmul(scores.transpose(2, 3), query).mul_(scaling)
-    return grad_query, grad_key, grad_value
+    grad_value = torch.bmm(masked_(probabilities, kept).transpose(1, 2), gradient)
+    return torch.bmm(scores, key), torch.bmm(scores.transpose(1, 2), query), grad_value
 
 
 class Piece(Protocol):
@@ -132,9 +150,17 @@ def dropped_attention(
     return attended
 
 
+def in_autocast_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Convert queries, keys and values as autocast does where it is on. Rotary positions leave the first two wider."""
+    if not torch.is_autocast_enabled("cpu"):
+        return query, key, value
+    dtype = torch.get_autocast_dtype("cpu")
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
 class _DroppedAttention(torch.autograd.Function):
-    """`attend`, piece by piece. Saves probabilities and dropout masks for the backward pass, so nothing is drawn or
-    computed twice."""
+    """`attend`, piece by piece. Saves signed probabilities for the backward pass, so nothing is drawn or computed
+    twice."""
 
     @staticmethod
     def forward(
@@ -143,23 +169,31 @@ class _DroppedAttention(torch.autograd.Function):
         output = value.new_empty(*query.shape[:-1], value.shape[-1])
         saved: list[Tensor] = []
         for piece in pieces:
-            queries, keys, values = (piece.take(one) for one in (query, key, value))
-            attended, *kept = attend(queries, keys, values, piece.visible, p, scaling)
-            piece.put(output, attended)
-            saved += kept
-        ctx.save_for_backward(query, key, value, *saved)
+            taken = [piece.take(one) for one in (query, key, value)]
+            num_texts, heads, length, _ = taken[0].shape
+            # Saved as the backward pass needs them: copied once, and scaled.
+            queries, keys, values = (one.flatten(0, 1).contiguous() for one in taken)
+            queries = queries * scaling
+            attended, signed = attend(queries, keys, values, piece.visible, heads, p)
+            piece.put(output, attended.view(num_texts, heads, length, -1))
+            saved += queries, keys, values, signed
+        ctx.save_for_backward(*saved)
         ctx.pieces, ctx.p, ctx.scaling = pieces, p, scaling
+        ctx.shapes = query.shape, key.shape, value.shape
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *saved = ctx.saved_tensors
-        results = [torch.empty_like(one) for one in (query, key, value)]
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+        results = [gradients[0].new_empty(shape) for shape in ctx.shapes]
         for number, piece in enumerate(ctx.pieces):
-            inputs = [piece.take(one) for one in (query, key, value, gradients[0])]
-            found = attend_backward(inputs, (saved[2 * number], saved[2 * number + 1]), ctx.p, ctx.scaling)
-            for result, gradient in zip(results, found, strict=True):
-                piece.put(result, gradient)
+            queries, keys, values, signed = saved[4 * number : 4 * number + 4]
+            gradient = piece.take(gradients[0])
+            num_texts, heads = gradient.shape[:2]
+            found = attend_backward(queries, keys, values, gradient.flatten(0, 1).contiguous(), signed, ctx.p)
+            found[0].mul_(ctx.scaling)
+            for result, one in zip(results, found, strict=True):
+                piece.put(result, one.view(num_texts, heads, *one.shape[1:]))
         return *results, None, None, None
 
 
@@ -178,9 +212,9 @@ class _Rows:
 
 
 def _cut(query: Tensor, key: Tensor, mask: Tensor | None) -> list[_Rows]:
-    """Return pieces of a padded batch whose scores [rows, heads, length, keys] have at most SCORES_AT_ONCE elements."""
+    """Return pieces of a padded batch whose scores [rows, heads, length, keys] have at most SCORE_BYTES."""
     num_rows, heads, length, _ = query.shape
-    step = max(1, SCORES_AT_ONCE // max(1, heads * length * key.shape[2]))
+    step = max(1, scores_at_once(query.dtype) // max(1, heads * length * key.shape[2]))
     rows = [slice(start, start + step) for start in range(0, num_rows, step)]
     return [_Rows(one, mask[one] if mask is not None and mask.shape[0] > 1 else mask) for one in rows]
 
@@ -198,11 +232,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention function for Transformers: sdpa, except with dropout on a CPU, where sdpa is slow."""
     causal = module.__dict__.get("is_causal", False) if is_causal is None else is_causal
-    # sdpa also handles what `attend` does not: autocast, grouped queries, and causal attention without a mask.
+    # sdpa also handles what `attend` does not: grouped queries, and causal attention without a mask.
     plain = (
         dropout in (0.0, 1.0)
         or query.device.type != "cpu"
-        or torch.is_autocast_enabled("cpu")
         or key.shape[1] != query.shape[1]
         or (causal and attention_mask is None)
     )
@@ -212,6 +245,7 @@ def attention(
         )
         return output, None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = in_autocast_dtype(query, key, value)
     dropped = dropped_attention(query, key, value, _cut(query, key, attention_mask), dropout, scaling)
     return dropped.transpose(1, 2).contiguous(), None
 

@@ -152,8 +152,9 @@ def attention(
     if query.device.type == "cuda":
         output = _by_kernel(query, key, value, packed, dropout, scaling, causal, window)
     else:
-        own = dropout > 0.0 and key.shape[1] == query.shape[1] and not torch.is_autocast_enabled("cpu")
-        per_head = cpu_kernels.SCORES_AT_ONCE // query.shape[1]
+        own = dropout > 0.0 and key.shape[1] == query.shape[1]
+        query, key, value = cpu_kernels.in_autocast_dtype(query, key, value)
+        per_head = cpu_kernels.scores_at_once(query.dtype) // query.shape[1]
         pieces = cut(tuple(packed.starts.tolist()), per_head, causal, window)
         output = (cpu_kernels.dropped_attention if own else _by_sdpa)(query, key, value, pieces, dropout, scaling)
     return output[None], None
@@ -223,7 +224,11 @@ class Piece:
 
     def put(self, result: Tensor, values: Tensor) -> None:
         """Write the real tokens of [texts, heads, longest, size] into [tokens, heads, size]."""
-        result[self.tokens] = self.unpad(values)
+        if self.slots is None:
+            by_text = result[self.tokens].view(self.num_texts, self.longest, *result.shape[1:])
+            by_text.copy_(values.transpose(1, 2))
+        else:
+            result[self.tokens] = self.unpad(values)
 
     def pad(self, tokens: Tensor) -> Tensor:
         """Map [tokens, heads, size] to [texts, heads, longest, size], with zeros in empty slots."""
