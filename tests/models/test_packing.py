@@ -101,9 +101,10 @@ def test_attention_is_that_of_the_formula(
     assert len(pieces) == {1: len(lengths), 10_000: 1}.get(scores_at_once, len(pieces))
     draws: list[Tensor] = []
 
-    def drawn(shape: torch.Size, p: float) -> tuple[Tensor, float]:
-        draws.append(torch.rand(shape) > p)
-        return draws[-1], 1 / (1 - p)
+    def drawn(shape: torch.Size, p: float, dtype: torch.dtype) -> Tensor:
+        mask = -(torch.rand(shape) > p).to(cpu_kernels.BITS[dtype.itemsize])
+        draws.append(mask.view(-1, heads, *shape[1:]) != 0)
+        return mask
 
     monkeypatch.setattr(cpu_kernels, "keep_mask", drawn)
     monkeypatch.setattr(cpu_kernels, "scale_of", lambda p: 1 / (1 - p))
