@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from vembed import cli_start, cli_weights
-from vembed.cli_support import Nproc, Shards, TrustRemoteCode, guarded, taken_flags
+from vembed.cli_support import (
+    AnyModel,
+    BatchTokens,
+    ColumnMapping,
+    ImageRoot,
+    Kind,
+    Nproc,
+    Shards,
+    TrustRemoteCode,
+    WeightsDtype,
+    column_mapping_of,
+    guarded,
+    model_options,
+    taken_flags,
+)
 from vembed.cli_support import end as _end
 from vembed.cli_support import numbers as _numbers
-from vembed.cli_support import option as _option
 from vembed.cli_support import share as _share
 from vembed.cli_support import word as _word
 
@@ -58,20 +71,17 @@ def train(words: Words = None) -> None:
 @app.command()
 def eval(
     ctx: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(help="A model folder, a Hub name, a run or a checkpoint of one."),
-    ],
+    model: AnyModel,
     data: Annotated[str, typer.Argument(help="A BEIR-style folder, or a file of pairs or scored pairs.")],
     dims: Annotated[str, typer.Option(help="Also score at these sizes, as 256,128. Default: the model's own.")] = "",
     ks: Annotated[str, typer.Option(help="Cut-offs of the metrics.")] = "1,5,10,100",
     task: Annotated[str, typer.Option(help="auto, retrieval or similarity.")] = "auto",
     split: Annotated[str | None, typer.Option(help="Split of the qrels of a BEIR-style folder. Default: test.")] = None,
     json_file: Annotated[str | None, typer.Option("--json", help="Write the scores to this file too.")] = None,
-    column_mapping: Annotated[str, typer.Option(help="Like the config option: {question: query}.")] = "",
+    column_mapping: ColumnMapping = "",
     on_bad_record: Annotated[str, typer.Option(help="stop or skip.")] = "stop",
-    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Padded tokens per micro-batch.")] = None,
-    torch_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    batch_tokens: BatchTokens = None,
+    torch_dtype: WeightsDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     strategy: Shards = "ddp",
     nproc: Nproc = 1,
@@ -83,10 +93,9 @@ def eval(
             "dims": _numbers("--dims", dims) or None,
             "ks": _numbers("--ks", ks),
             "task": _word("--task", task, ("auto", "retrieval", "similarity")),
-            "column_mapping": _option("column_mapping", column_mapping) if column_mapping else None,
+            "column_mapping": column_mapping_of(column_mapping),
             "on_bad_record": _word("--on-bad-record", on_bad_record, ("stop", "skip")),
-            "torch_dtype": _option("torch_dtype", torch_dtype),
-            "strategy": _word("--strategy", strategy, ("auto", "ddp", "fsdp")),
+            **model_options(torch_dtype, strategy),
         }
         if (code := _share(ctx, nproc)) is not None:
             return code
@@ -111,7 +120,7 @@ def eval(
 @app.command()
 def encode(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="A model folder, a Hub name, a run or a checkpoint.")],
+    model: AnyModel,
     input_file: Annotated[
         str,
         typer.Argument(
@@ -119,7 +128,7 @@ def encode(
         ),
     ],
     output: Annotated[str, typer.Argument(help="Where to write: NAME.npy or NAME.parquet.")],
-    kind: Annotated[str, typer.Option(help="query or document: which of the model's prompts to use.")] = "document",
+    kind: Kind = "document",
     column: Annotated[str | None, typer.Option(help="The field or column that holds the text.")] = None,
     keep: Annotated[
         str, typer.Option(help="Columns to write beside the vectors, as id,title; for .npy to NAME.kept.jsonl.")
@@ -131,9 +140,9 @@ def encode(
         str, typer.Option(help="Hidden states instead of embeddings: all, or layers as 0,6,12 (0: the embeddings).")
     ] = "",
     pooling: Annotated[str, typer.Option(help="--layers: cls, mean, last, ... Default: the model's own.")] = "",
-    image_root: Annotated[str | None, typer.Option(help="Where relative image paths start, and must stay.")] = None,
-    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Padded tokens per micro-batch.")] = None,
-    torch_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    image_root: ImageRoot = None,
+    batch_tokens: BatchTokens = None,
+    torch_dtype: WeightsDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     strategy: Shards = "ddp",
     nproc: Nproc = 1,
@@ -148,8 +157,7 @@ def encode(
             "pooling": _word("--pooling", pooling, ("cls", "mean", "last", "weighted_mean", "max"))
             if pooling
             else None,
-            "torch_dtype": _option("torch_dtype", torch_dtype),
-            "strategy": _word("--strategy", strategy, ("auto", "ddp", "fsdp")),
+            **model_options(torch_dtype, strategy),
         }
         if (code := _share(ctx, nproc)) is not None:
             return code
@@ -183,51 +191,21 @@ app.command()(cli_weights.edit)
 @app.command(context_settings=WORDS_ARE_OURS)
 def mine(words: Words = None) -> None:
     """Find hard negatives for training data in a corpus. `vembed mine --help` lists the options."""
-
-    def call() -> int:
-        from vembed.mining.config import MineConfig
-        from vembed.tools.mine_command import options_help, run_mine
-
-        if {"-h", "--help"} & set(words or []):
-            sys.stdout.write(options_help("mine", str(mine.__doc__), MineConfig))
-            return 0
-        return run_mine(words or [])
-
-    _end(call)
+    _end(lambda: _make_data("mine", mine.__doc__, words or []))
 
 
 @app.command(context_settings=WORDS_ARE_OURS)
 def audit(words: Words = None) -> None:
     """Look at training data: duplicates, leakage, false negatives, weak positives. `vembed audit --help` lists the
     options."""
-
-    def call() -> int:
-        from vembed.mining.config import AuditConfig
-        from vembed.tools.mine_command import options_help, run_audit
-
-        if {"-h", "--help"} & set(words or []):
-            sys.stdout.write(options_help("audit", " ".join(str(audit.__doc__).split()), AuditConfig))
-            return 0
-        return run_audit(words or [])
-
-    _end(call)
+    _end(lambda: _make_data("audit", audit.__doc__, words or []))
 
 
 @app.command(context_settings=WORDS_ARE_OURS)
 def generate(words: Words = None) -> None:
     """Make training pairs from documents, with or without a language model. `vembed generate --help` lists the
     options."""
-
-    def call() -> int:
-        from vembed.mining.config import GenerateConfig
-        from vembed.tools.mine_command import options_help, run_generate
-
-        if {"-h", "--help"} & set(words or []):
-            sys.stdout.write(options_help("generate", " ".join(str(generate.__doc__).split()), GenerateConfig))
-            return 0
-        return run_generate(words or [])
-
-    _end(call)
+    _end(lambda: _make_data("generate", generate.__doc__, words or []))
 
 
 @app.command()
@@ -381,6 +359,12 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
         return run_stages(road, arguments, run_process, starts_processes=starts_processes)
 
     return run_train(arguments, starts_processes=starts_processes)
+
+
+def _make_data(verb: Literal["mine", "audit", "generate"], about: str | None, words: Sequence[str]) -> int:
+    from vembed.tools.mine_command import make_data
+
+    return make_data(verb, " ".join(str(about).split()), words)
 
 
 def _arguments(verb: str, about: str | None, words: Sequence[str]) -> TrainArguments:

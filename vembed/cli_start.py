@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vembed.cli_support import end, option
+from vembed.cli_support import ColumnMapping, column_mapping_of, end
 
 
 def init(
@@ -17,7 +17,7 @@ def init(
     model: Annotated[str | None, typer.Option(help="Hub name or folder. Default: a good one of that kind.")] = None,
     query: Annotated[str | None, typer.Option(help="The column of the queries. Default: guessed.")] = None,
     positive: Annotated[str | None, typer.Option(help="The column of what they should find. Default: guessed.")] = None,
-    column_mapping: Annotated[str, typer.Option(help="As the option of that name: {question: query}.")] = "",
+    column_mapping: ColumnMapping = "",
     output: Annotated[str, typer.Option(help="The config to write.")] = "vembed.yaml",
     force: Annotated[bool, typer.Option("--force", help="Write over an existing file.")] = False,
 ) -> None:
@@ -26,7 +26,7 @@ def init(
     def call() -> None:
         from vembed.tools.init import run_init
 
-        mapping = dict(option("column_mapping", column_mapping)) if column_mapping else {}
+        mapping = column_mapping_of(column_mapping) or {}
         mapping |= {name: role for name, role in ((query, "query"), (positive, "positive")) if name is not None}
         path = run_init(family, data, output, model=model, val_data=val_data, mapping=mapping, force=force)
         sys.stdout.write(f"wrote {path}; train with: vembed train {path}\n")

@@ -19,6 +19,12 @@ Shards = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the model brings along.")
 ]
+AnyModel = Annotated[str, typer.Argument(help="A model folder, a Hub name, a run or a checkpoint.")]
+WeightsDtype = Annotated[str, typer.Option("--torch-dtype", help="auto, float32, bfloat16 or float16.")]
+ColumnMapping = Annotated[str, typer.Option(help="As the option of that name: {question: query}.")]
+ImageRoot = Annotated[str | None, typer.Option(help="Where relative image paths start, and must stay.")]
+BatchTokens = Annotated[int | None, typer.Option(min=1, help="Padded tokens per micro-batch.")]
+Kind = Annotated[str, typer.Option(help="query or document: which of the model's prompts to use.")]
 
 
 def guarded(function: Callable[[], int | None]) -> int:
@@ -87,6 +93,19 @@ def word(flag: str, given: str, words: Sequence[str]) -> Any:
     if given not in words:
         raise UserError(f"{flag} {given}: give one of {', '.join(words)}")
     return given
+
+
+def model_options(torch_dtype: str, strategy: str) -> dict[str, Any]:
+    """Return the checked options of verbs that load a model."""
+    return {
+        "torch_dtype": option("torch_dtype", torch_dtype),
+        "strategy": word("--strategy", strategy, ("auto", "ddp", "fsdp")),
+    }
+
+
+def column_mapping_of(text: str) -> dict[str, str] | None:
+    """Return a column mapping; None for an empty text."""
+    return dict(option("column_mapping", text)) if text else None
 
 
 def option(name: str, text: str) -> Any:

@@ -6,17 +6,33 @@ from typing import Annotated, Any
 
 import typer
 
-from vembed.cli_support import Nproc, Shards, TrustRemoteCode, end, floats, numbers, option, share, word
+from vembed.cli_support import (
+    AnyModel,
+    ColumnMapping,
+    ImageRoot,
+    Kind,
+    Nproc,
+    Shards,
+    TrustRemoteCode,
+    WeightsDtype,
+    column_mapping_of,
+    end,
+    floats,
+    model_options,
+    numbers,
+    share,
+    word,
+)  # fmt: skip
 
 
 def score(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="A model folder, a Hub name, a run or a checkpoint.")],
+    model: AnyModel,
     pairs: Annotated[str, typer.Argument(help="A file of pairs, as training reads it.")],
     output: Annotated[str, typer.Option("--output", "-o", help="NAME.npy or NAME.jsonl; - is standard output.")] = "-",
-    column_mapping: Annotated[str, typer.Option(help="As the option of that name: {question: query}.")] = "",
-    image_root: Annotated[str | None, typer.Option(help="Where relative image paths start, and must stay.")] = None,
-    torch_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    column_mapping: ColumnMapping = "",
+    image_root: ImageRoot = None,
+    torch_dtype: WeightsDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     strategy: Shards = "ddp",
     nproc: Nproc = 1,
@@ -25,9 +41,8 @@ def score(
 
     def call() -> int | None:
         options: dict[str, Any] = {
-            "column_mapping": option("column_mapping", column_mapping) if column_mapping else None,
-            "torch_dtype": option("torch_dtype", torch_dtype),
-            "strategy": word("--strategy", strategy, ("auto", "ddp", "fsdp")),
+            "column_mapping": column_mapping_of(column_mapping),
+            **model_options(torch_dtype, strategy),
         }
         if (code := share(ctx, nproc)) is not None:
             return code
@@ -102,12 +117,12 @@ def edit(
     components: Annotated[int, typer.Option(min=1, help="principal: how many directions.")] = 1,
     strength: Annotated[float, typer.Option(help="1: all of it; less: a part; more: beyond.")] = 1.0,
     layers: Annotated[str, typer.Option(help="Of which layers' weights, as 4,5,6 (0: the embeddings).")] = "",
-    kind: Annotated[str, typer.Option(help="query or document: which of the model's prompts to use.")] = "document",
+    kind: Kind = "document",
     data: Annotated[str | None, typer.Option(help="Evaluation data: what must not be lost.")] = None,
     trials: Annotated[int, typer.Option(min=0, help="Search over strengths and layers by so many trials.")] = 0,
     max_drop: Annotated[float, typer.Option(help="--trials: what the score on the data may lose.")] = 0.01,
     seed: Annotated[int, typer.Option(help="--trials: seed of the search.")] = 42,
-    torch_dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    torch_dtype: WeightsDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     strategy: Shards = "ddp",
     nproc: Nproc = 1,
@@ -120,8 +135,7 @@ def edit(
             "where": word("--where", where, ("layers", "embedding", "both")),
             "layers": numbers("--layers", layers) or None,
             "kind": word("--kind", kind, ("query", "document")),
-            "torch_dtype": option("torch_dtype", torch_dtype),
-            "strategy": word("--strategy", strategy, ("auto", "ddp", "fsdp")),
+            **model_options(torch_dtype, strategy),
         }
         if (code := share(ctx, nproc)) is not None:
             return code

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.config.conftest import WriteConfig
+from tests.guides import STAGE_ONE
 from vembed.config.aliases import ALIASES, BLOCKS, PREFIXES, TRANSLATED, known_names, target_of
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.options import all_options
@@ -29,26 +30,16 @@ fsdp_transformer_layer_cls_to_wrap = "transformers.models.llama.modeling_llama.L
 fsdp_min_num_params = 1000000
 """
 
-MODULAR = """\
+MODULAR = (
+    """\
 model_name: some/model
 data_path: train.jsonl
 training_stages:
   stage1:
     training: {batch_size: 2, gradient_accumulation_steps: 4}
-    distributed:
-      strategy: "fsdp"
-      num_nodes: 1
-      devices: 8
-      sync_batchnorm: false
-      fsdp:
-        enabled: true
-        cpu_offload: false
-        sharding_strategy: "FULL_SHARD"
-        backward_prefetch: "BACKWARD_PRE"
-        forward_prefetch: false
-        limit_all_gathers: true
-        activation_checkpointing: true
-        use_orig_params: false
+"""
+    + STAGE_ONE
+    + """\
   stage2:
     distributed: {strategy: ddp, devices: 2}
 logging:
@@ -59,6 +50,7 @@ wandb:
   project: "accfiy-fsdp"
   tags: ["fsdp", "multi-node"]
 """
+)
 
 FREE = """\
 model_name: some/model

@@ -207,8 +207,19 @@ def test_a_cross_encoder_scores_each_pair(tmp_path):
     found = dict(judge.judge(PAIRS))
     for number, (query, document) in enumerate(PAIRS):
         with torch.inference_mode():
-            alone = judge._model(**judge._tokenizer(query, document, return_tensors="pt")).logits
+            alone = judge._reranker.model(**judge._reranker.tokenizer(query, document, return_tensors="pt")).logits
         assert found[number] == pytest.approx(float(torch.sigmoid(alone)), abs=1e-5)
+
+
+def test_a_reranker_truncates_a_query_that_is_too_long_and_reads_no_pickled_weights(tmp_path):
+    folder = tiny_reranker(tmp_path)
+    options = MineConfig(model_name="m", data_path="d", output_path="o.jsonl")
+    judge = CrossEncoder(Judge(model=str(folder), max_length=16), options, torch.device("cpu"))
+    assert len(dict(judge.judge([("the cat " * 30, "the dog")]))) == 1
+    assert dict(judge.judge([])) == {}
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"has no \.safetensors file"):
+        CrossEncoder(Judge(model=str(folder)), options, torch.device("cpu"))
 
 
 def test_a_decoder_answers_yes_or_no(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import vembed
+from tests.guides import STAGE_ONE
 from tests.tiny import shared, tiny_bert, tiny_bert_st
 from tests.weights.variants import pairs
 from vembed.cli import run_process
@@ -187,7 +188,8 @@ def test_a_plan_of_every_stage(place, capsys):
 
 # ---- the guide's file, killed and resumed ----------------------------------------------------------------------
 
-GUIDE = """\
+GUIDE = (
+    """\
 model_name: {model}
 data_path: train.jsonl
 output_dir: {output}
@@ -198,20 +200,9 @@ logging_steps: 1
 report_to: none
 training_stages:
   stage1:
-    distributed:
-      strategy: "fsdp"
-      num_nodes: 1
-      devices: 8
-      sync_batchnorm: false
-      fsdp:
-        enabled: true
-        cpu_offload: false
-        sharding_strategy: "FULL_SHARD"
-        backward_prefetch: "BACKWARD_PRE"
-        forward_prefetch: false
-        limit_all_gathers: true
-        activation_checkpointing: true
-        use_orig_params: false
+"""
+    + STAGE_ONE
+    + """\
   stage2:
     learning_rate: 1.0e-4
     distributed:
@@ -220,6 +211,7 @@ training_stages:
       num_nodes: 1
       sync_batchnorm: true
 """
+)
 
 
 def guide(output):

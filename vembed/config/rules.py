@@ -215,14 +215,7 @@ def _guards_have_checkpoints(config: TrainConfig) -> Violation | None:
         return Violation(
             ("guards",), f"guards end a run with the last checkpoint that held: give {' and '.join(missing)} too"
         )
-    assert config.eval_steps is not None and config.save_steps is not None
-    if config.save_steps % config.eval_steps == 0:
-        return None
-    return Violation(
-        ("eval_steps", "save_steps"),
-        f"guards need an evaluation at every checkpoint: save_steps: {config.save_steps:,d} must be a multiple of "
-        f"eval_steps: {config.eval_steps:,d}",
-    )
+    return _checkpoints_are_evaluated(config, "guards need")
 
 
 def _best_model_is_known(config: TrainConfig) -> Violation | None:
@@ -236,13 +229,17 @@ def _best_model_is_known(config: TrainConfig) -> Violation | None:
             "load_best_model_at_end: true takes the best of the checkpoints that were evaluated: "
             f"give {' and '.join(missing)} too",
         )
+    return _checkpoints_are_evaluated(config, "load_best_model_at_end: true needs")
+
+
+def _checkpoints_are_evaluated(config: TrainConfig, needs: str) -> Violation | None:
     assert config.eval_steps is not None and config.save_steps is not None
     if config.save_steps % config.eval_steps == 0:
         return None
     return Violation(
         ("eval_steps", "save_steps"),
-        f"load_best_model_at_end: true needs an evaluation at every checkpoint: save_steps: {config.save_steps:,d} "
-        f"must be a multiple of eval_steps: {config.eval_steps:,d}",
+        f"{needs} an evaluation at every checkpoint: save_steps: {config.save_steps:,d} must be a multiple of "
+        f"eval_steps: {config.eval_steps:,d}",
     )
 
 

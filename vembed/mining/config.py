@@ -63,7 +63,7 @@ class Judge(Endpoint):
     instruction: str = "Given a search query, retrieve the passages that answer it or are relevant to it"
     """Definition of relevance, for yes_no and endpoints."""
     max_length: PositiveInt = 512
-    """Longest pair in tokens; the document is cut."""
+    """Longest pair in tokens; the longer of the two texts is cut (yes_no and endpoints: the document)."""
 
     @model_validator(mode="after")
     def _check(self) -> Judge:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vembed.config.schema import TrainConfig
-from vembed.distributed.session import Session, start_session
+from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.mining.audit_contents import Checker, items_by_part, per_source
 from vembed.mining.audit_page import render
@@ -22,12 +19,10 @@ from vembed.mining.candidate_store import CandidateStore
 from vembed.mining.config import AuditConfig, MineConfig
 from vembed.mining.findings import Finding, Texts, lengths, scripts
 from vembed.mining.mining_options import Source, load_options
-from vembed.mining.mining_run import Inputs, Say, read_inputs
+from vembed.mining.mining_run import Inputs, Say, open_session, read_inputs
 from vembed.mining.output import check_output, row_writer
 from vembed.mining.record_tables import FileTable, Rows, open_rows
 from vembed.progress import duration
-
-log = logging.getLogger("vembed")
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,7 @@ def audit(
     config = load_options(AuditConfig, source, overrides)
     page = check_audit(config)
     began = time.monotonic()
-    with ExitStack() as stack:
-        if session is None:
-            session = stack.enter_context(
-                start_session(TrainConfig(model_name="unused", data_path="unused", strategy="ddp"))
-            )
-        tell: Say = (say or log.info) if session.is_main else lambda _: None
+    with open_session(session, say) as (running, tell):
         inputs = read_inputs(mining_config(config))
         data = Texts.of(inputs.rows)
         for line in inputs.summary():
@@ -69,25 +59,25 @@ def audit(
         to_drop = dict(checker.rows_to_drop)
         sources: dict[str, Any] = {name: {"rows": count} for name, count in per_source(data).items()}
         if config.model_name is not None:
-            found, sources, more = _with_model(config, inputs, data, session, words)
+            found, sources, more = _with_model(config, inputs, data, running, words)
             findings += found
             to_drop |= more
 
         num_cleaned = None
         if config.cleaned_path is not None:
             num_cleaned = len(inputs.rows) - len(set().union(*(to_drop.get(kind, set()) for kind in config.drop)))
-            if session.is_main:
+            if running.is_main:
                 _write_cleaned(config, inputs.rows, to_drop)
             tell(f"{config.cleaned_path}: {num_cleaned:,d} of {len(inputs.rows):,d} rows")
         report = _report(config, inputs, data, findings, sources)
-        if session.is_main:
+        if running.is_main:
             page.write_text(render(report["name"], report, findings), encoding="utf-8")
             page.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         for one in findings:
             tell(f"{one.severity}: {one.title}: {one.count:,d} ({one.share:.1%})")
         names = f"{page} and {page.with_suffix('.json').name}"
         tell(f"{names}: {len(findings)} findings, in {duration(time.monotonic() - began)}")
-        session.barrier()
+        running.barrier()
     return AuditResult(page, tuple(findings), report, num_cleaned)
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from vembed.data.cache import short_hash
 from vembed.errors import UserError
 from vembed.families.model_files import whole_model_folder
+from vembed.inference.reranker import Reranker, add_padding_token, in_batches, read_weights
 from vembed.mining.config import Judge, ModelOptions
 from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
 
-BATCH_TOKENS = 8192
-"""Padded tokens that go through a judge at once."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 YES_NO_PROMPT = (
@@ -46,31 +45,20 @@ class JudgeModel(Protocol):
 
 
 class CrossEncoder:
-    """A sequence classifier: one logit, or two of which the second one says relevant."""
+    """A reranker: one logit, or two of which the second one says relevant."""
 
     def __init__(self, judge: Judge, options: ModelOptions, device: torch.device) -> None:
-        folder = whole_model_folder(judge.model, option="judges")
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=_dtype(options), trust_remote_code=options.trust_remote_code, use_safetensors=True
-        )
-        if model.config.num_labels > 2:
-            raise UserError(f"judges: {judge.model} has {model.config.num_labels} labels, and a reranker has 1 or 2")
-        if self._tokenizer.pad_token_id is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        if model.config.pad_token_id is None:
-            model.config.pad_token_id = self._tokenizer.pad_token_id
-        self._model, self._device, self._max_length = model.eval().to(device), device, judge.max_length
+        self._reranker = Reranker(
+            whole_model_folder(judge.model, option="judges"), role=f"judges: {judge.model}", max_labels=2,
+            dtype=DTYPES.get(options.torch_dtype), device=device, trust_remote_code=options.trust_remote_code,
+        )  # fmt: skip
+        self._max_length = judge.max_length
 
     def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
         """The number of each pair, and the sigmoid of its logit, or the second of two probabilities."""
-        queries, documents = [query for query, _ in pairs], [document for _, document in pairs]
-        encoded = self._tokenizer(queries, documents, truncation="only_second", max_length=self._max_length)
-        return _in_batches(encoded, self._tokenizer, self._device, self._scores)
-
-    def _scores(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = self._model(**inputs).logits.float()
-        return torch.sigmoid(logits[:, 0]) if logits.shape[1] == 1 else torch.softmax(logits, dim=1)[:, 1]
+        for number, logits in self._reranker.logits(pairs, self._max_length):
+            shares = torch.sigmoid(logits) if len(logits) == 1 else torch.softmax(logits, dim=0)
+            yield number, float(shares[-1])
 
 
 class YesNoDecoder:
@@ -81,15 +69,13 @@ class YesNoDecoder:
         self._tokenizer = AutoTokenizer.from_pretrained(
             folder, padding_side="left", trust_remote_code=options.trust_remote_code
         )
-        if self._tokenizer.pad_token_id is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
+        add_padding_token(self._tokenizer)
         ids = [self._tokenizer.encode(word, add_special_tokens=False) for word in ("no", "yes")]
         if any(len(one) != 1 for one in ids):
             raise UserError(f"judges: {judge.model} has no single tokens for yes and no: use kind: cross_encoder")
         self._answers = torch.tensor([one[0] for one in ids], device=device)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=_dtype(options), trust_remote_code=options.trust_remote_code, use_safetensors=True
-        )
+        dtype = DTYPES.get(options.torch_dtype)
+        model = read_weights(AutoModelForCausalLM, folder, dtype, options.trust_remote_code)
         self._model, self._device = model.eval().to(device), device
         self._judge = judge
         self._begin = self._tokenizer.encode(YES_NO_PROMPT, add_special_tokens=False)
@@ -105,7 +91,8 @@ class YesNoDecoder:
         bodies = self._tokenizer(texts, add_special_tokens=False, truncation=True, max_length=room)["input_ids"]
         ids = [[*self._begin, *body, *self._end] for body in bodies]
         encoded = {"input_ids": ids, "attention_mask": [[1] * len(one) for one in ids]}
-        return _in_batches(encoded, self._tokenizer, self._device, self._scores)
+        found = in_batches(encoded, self._tokenizer, self._device, self._scores)
+        return ((number, float(score)) for number, score in found)
 
     def _scores(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         logits = self._model(**inputs, logits_to_keep=1).logits[:, -1, self._answers].float()
@@ -163,22 +150,3 @@ def judge_identity(judge: Judge, options: ModelOptions) -> str:
     return short_hash(
         model, judge.base_url, judge.kind, judge.instruction, judge.max_length, options.torch_dtype, prompt
     )
-
-
-def _dtype(options: ModelOptions) -> Any:
-    return "auto" if options.torch_dtype == "auto" else DTYPES[options.torch_dtype]
-
-
-def _in_batches(
-    encoded: Any, tokenizer: Any, device: torch.device, scores: Callable[[dict[str, torch.Tensor]], torch.Tensor]
-) -> Iterator[tuple[int, float | None]]:
-    """Scores, computed in batches of similar length, the longest first."""
-    lengths = [len(ids) for ids in encoded["input_ids"]]
-    order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
-    while order:
-        size = max(1, BATCH_TOKENS // lengths[order[0]])
-        batch, order = order[:size], order[size:]
-        chosen = {name: [values[place] for place in batch] for name, values in encoded.items()}
-        inputs = tokenizer.pad(chosen, return_tensors="pt").to(device)
-        with torch.inference_mode():
-            yield from zip(batch, scores(dict(inputs)).tolist(), strict=True)

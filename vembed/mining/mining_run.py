@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,26 +88,21 @@ def mine(
     config = load_options(MineConfig, source, overrides)
     target = check_config(config)
     began = time.monotonic()
-    with ExitStack() as stack:
-        if session is None:
-            session = stack.enter_context(
-                start_session(TrainConfig(model_name="unused", data_path="unused", strategy="ddp"))
-            )
-        tell: Say = (say or log.info) if session.is_main else _nothing
+    with open_session(session, say) as (running, tell):
         inputs = read_inputs(config)
         for line in inputs.summary():
             tell(line)
 
         folder = work_folder(config)
-        store = CandidateStore(config, inputs.documents, inputs.known, folder, session)
+        store = CandidateStore(config, inputs.documents, inputs.known, folder, running)
         store.find_all()
 
         calibration = calibrate(store.chunks(), config) if config.threshold == "auto" else None
         if calibration is not None:
             tell(calibration.summary(config.max_false_negative_rate))
         limits = calibration.limits if calibration is not None else Limits.of(config)
-        chooser = Chooser(config, limits, inputs.documents, inputs.known, session)
-        cascade = Cascade(config, inputs.documents, inputs.known, session) if config.judges else None
+        chooser = Chooser(config, limits, inputs.documents, inputs.known, running)
+        cascade = Cascade(config, inputs.documents, inputs.known, running) if config.judges else None
         parts = []
         for candidates in store.chunks():
             found = chooser.choose(candidates, config.depth)
@@ -121,21 +116,35 @@ def mine(
         maker = RowMaker(
             inputs.rows, inputs.documents, inputs.known, config, judged, _known_scores(config, inputs, store, judged)
         )
-        if session.is_main:
+        if running.is_main:
             with row_writer(target) as writer:
                 for row in maker.rows():
                     writer.write(row)
-        session.barrier()
+        running.barrier()
         result = MineResult(
             target, maker.num_rows, maker.num_negatives, maker.num_short, counts, limits, calibration,
             store.num_encoded, time.monotonic() - began,
         )  # fmt: skip
         for line in _result_lines(result, maker, folder, config):
             tell(line)
-        if session.is_main and not config.keep_work:
+        if running.is_main and not config.keep_work:
             shutil.rmtree(folder, ignore_errors=True)
-        session.barrier()
+        running.barrier()
     return result
+
+
+@contextmanager
+def open_session(given: Session | None, say: Say | None) -> Iterator[tuple[Session, Say]]:
+    """Yield the given session, or a new one that ends here, and what prints a line on the first process."""
+    if given is not None:
+        yield given, _printer(given, say)
+        return
+    with start_session(TrainConfig(model_name="unused", data_path="unused", strategy="ddp")) as session:
+        yield session, _printer(session, say)
+
+
+def _printer(session: Session, say: Say | None) -> Say:
+    return (say or log.info) if session.is_main else lambda _: None
 
 
 def check_config(config: MineConfig) -> Path:
@@ -189,7 +198,3 @@ def _result_lines(result: MineResult, maker: RowMaker, folder: Path, config: Min
             "(keep_work: false deletes it)"
         )
     return lines
-
-
-def _nothing(line: str) -> None:
-    """Console of the other processes: silent."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,11 +15,10 @@ from typing import Any, get_args
 
 import numpy as np
 
-from vembed.config.schema import TrainConfig
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item
 from vembed.distributed import collectives
-from vembed.distributed.session import Session, start_session
+from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.mining.candidate_store import CandidateStore
 from vembed.mining.config import DataOptions, GenerateConfig, MineConfig, ModelFreeKind
@@ -29,13 +26,11 @@ from vembed.mining.contents import content_key, normalised
 from vembed.mining.documents import CorpusFile, record_id
 from vembed.mining.kinds import pairs_of
 from vembed.mining.mining_options import Source, load_options
-from vembed.mining.mining_run import Say, read_inputs
+from vembed.mining.mining_run import Say, open_session, read_inputs
 from vembed.mining.output import check_output, row_writer
 from vembed.mining.record_tables import open_rows
 from vembed.mining.writers import TextWriter, cleaned, load_writer, prompt_for, writer_identity
 from vembed.progress import ProgressReport, duration
-
-log = logging.getLogger("vembed")
 
 BLOCK = 64
 """Documents that are written down together: what a kill loses."""
@@ -71,29 +66,24 @@ def generate(
     config = load_options(GenerateConfig, source, overrides)
     target = check_output(config.output_path)
     began = time.monotonic()
-    with ExitStack() as stack:
-        if session is None:
-            session = stack.enter_context(
-                start_session(TrainConfig(model_name="unused", data_path="unused", strategy="ddp"))
-            )
-        tell: Say = (say or log.info) if session.is_main else lambda _: None
-        made = _Generator(config, session)
+    with open_session(session, say) as (running, tell):
+        made = _Generator(config, running)
         tell(f"documents: {len(made.places):,d}")
         made.write_blocks()
         left_out: Counter[str] = Counter()
         rows = list(_distinct(made.rows(), left_out))
         tell(f"pairs: {len(rows):,d} made" + _reasons(left_out))
         if config.model_name is not None and rows:
-            rows = _round_trip(config, rows, made.folder, session, left_out)
+            rows = _round_trip(config, rows, made.folder, running, left_out)
             tell(f"round trip: {len(rows):,d} pairs kept" + _reasons(left_out))
-        if session.is_main:
+        if running.is_main:
             with row_writer(target) as writer:
                 for row in rows:
                     writer.write(row)
-        session.barrier()
-        if session.is_main and not config.keep_work:
+        running.barrier()
+        if running.is_main and not config.keep_work:
             shutil.rmtree(made.folder, ignore_errors=True)
-        session.barrier()
+        running.barrier()
         kept = dict(Counter(str(row["kind"]) for row in rows))
         seconds = time.monotonic() - began
         by_kind = ", ".join(f"{kind} {count:,d}" for kind, count in sorted(kept.items()))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from vembed.config.entries import Frozen
 from vembed.errors import UserError
 from vembed.mining.config import BM25, AuditConfig, GenerateConfig, MineConfig
 from vembed.mining.mining_options import describe_options, load_options
 
+Verb = Literal["mine", "audit", "generate"]
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
 LAUNCH_FLAGS = {"nproc": "num_processes", "num-machines": "num_machines", "machine-rank": "machine_rank"}
 
@@ -71,6 +73,15 @@ def parse_words(verb: str, words: Sequence[str]) -> Words:
     if config is None and not overrides:
         raise UserError(f"which config? Give its file, or key=value: `vembed {verb} --help` lists the options")
     return Words(config, tuple(overrides), main_process_ip=ip, main_process_port=port, is_dry_run=is_dry_run, **numbers)
+
+
+def make_data(verb: Verb, about: str, words: Sequence[str]) -> int:
+    """Run a verb with its words, or print its help."""
+    kind, run = VERBS[verb]
+    if {"-h", "--help"} & set(words):
+        sys.stdout.write(options_help(verb, about, kind))
+        return 0
+    return run(words)
 
 
 def options_help(verb: str, about: str, kind: type[Frozen]) -> str:
@@ -193,6 +204,14 @@ def speak(line: str) -> None:
     """Print a line of the log."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
+
+
+VERBS: dict[Verb, tuple[type[Frozen], Callable[[Sequence[str]], int]]] = {
+    "mine": (MineConfig, run_mine),
+    "audit": (AuditConfig, run_audit),
+    "generate": (GenerateConfig, run_generate),
+}
+"""Config and command of each verb."""
 
 
 def _whole(flag: str, text: str) -> int:

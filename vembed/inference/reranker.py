@@ -1,0 +1,87 @@
+"""Reranker: a sequence classifier that scores a query and a document together; and batches of similar length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from vembed.errors import UserError
+from vembed.families.weight_files import check_whole_weights
+
+BATCH_TOKENS = 8192
+"""Padded tokens that go through the model at once."""
+
+
+class Reranker:
+    """A loaded reranker. `role` names it in messages, as "judges: NAME"."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        role: str,
+        max_labels: int,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        trust_remote_code: bool,
+    ) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model = read_weights(AutoModelForSequenceClassification, folder, dtype, trust_remote_code)
+        if model.config.num_labels > max_labels:
+            allowed = "1" if max_labels == 1 else f"1 to {max_labels}"
+            raise UserError(
+                f"{role} has {model.config.num_labels} outputs, and a reranker has {allowed} here: give another "
+                "reranker; an embedding model is no reranker"
+            )
+        add_padding_token(self.tokenizer)
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = self.tokenizer.pad_token_id
+        self.name = type(model).__name__
+        self.model = model.eval().requires_grad_(False).to(device)
+        self._device = device
+
+    def logits(self, pairs: Sequence[tuple[str, str]], max_length: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the number of each pair of query and document, and its logits in float32 on the CPU, in any order."""
+        if not pairs:
+            return iter(())
+        queries, documents = [query for query, _ in pairs], [document for _, document in pairs]
+        encoded = self.tokenizer(queries, documents, truncation=True, max_length=max_length)
+        return in_batches(encoded, self.tokenizer, self._device, lambda inputs: self.model(**inputs).logits)
+
+
+def read_weights(kind: Any, folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
+    """Return a model of an Auto class, from safetensors alone: reading pickled weights would run their code."""
+    check_whole_weights(folder)
+    return kind.from_pretrained(
+        folder, dtype="auto" if dtype is None else dtype, use_safetensors=True, trust_remote_code=trust_remote_code
+    )
+
+
+def add_padding_token(tokenizer: Any) -> None:
+    """Give a tokenizer without a padding token its end-of-text token for padding."""
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def in_batches(
+    encoded: Mapping[str, Sequence[Sequence[int]]],
+    tokenizer: Any,
+    device: torch.device,
+    compute: Callable[[dict[str, Tensor]], Tensor],
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number of each text and its row of `compute`, in batches of similar length, the longest first."""
+    lengths = [len(ids) for ids in encoded["input_ids"]]
+    order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    while order:
+        size = max(1, BATCH_TOKENS // lengths[order[0]])
+        batch, order = order[:size], order[size:]
+        chosen = {name: [values[place] for place in batch] for name, values in encoded.items()}
+        inputs = tokenizer.pad(chosen, return_tensors="pt").to(device)
+        with torch.inference_mode():
+            rows = compute(dict(inputs)).float().cpu()
+        yield from zip(batch, rows, strict=True)
