@@ -287,12 +287,13 @@ app.command()(cli_start.report)
 
 @app.command(context_settings=WORDS_ARE_OURS)
 def config(words: Words = None) -> None:
-    """Print the resolved config, with where each value comes from. Takes the words of train."""
+    """Print the resolved config, with where each value comes from; fails if a file is missing. Takes the words of
+    train."""
 
-    def call() -> None:
-        from vembed.tools.show_config import config_text
+    def call() -> int:
+        from vembed.tools.show_config import show_config
 
-        sys.stdout.write(config_text(_arguments("config", config.__doc__, words or [])))
+        return show_config(_arguments("config", config.__doc__, words or []))
 
     _end(call)
 

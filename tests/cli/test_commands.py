@@ -59,8 +59,6 @@ def test_train_shows_its_own_help(vembed: Command) -> None:
 def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
     text = "model_name: Qwen/Qwen3-VL-Embedding-8B\ndata_path: data/train.jsonl\nbatch_size: 16\nuse_fsdp: true\n"
     Path("cfg.yaml").write_text(text + "use_lora: true\nfsdp_backward_prefetch: BACKWARD_PRE\nlr: 2.0e-5\n")
-    Path("data").mkdir()
-    Path("data/train.jsonl").write_text("{}\n")
     done = process("-m", "vembed", "train", "cfg.yaml", "--nproc", "4", "--dry-run")
     assert done.code == 0, done.err
     for line in (
@@ -73,7 +71,8 @@ def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
         "gradient checkpointing: true (default with use_fsdp: true)",
         "world size: 4 = 4 process(es) (num_processes)",
         "global batch: 64 = 4 x 16 examples",
-        "data: data/train.jsonl (3 bytes)",
+        "data: data/train.jsonl (not here: a name on the Hub, or a path that is missing)",
+        "# All other options have their defaults; --all lists them.",
     ):
         assert line in done.out.splitlines(), line
     assert "note: fsdp_backward_prefetch: BACKWARD_PRE has no effect under FSDP2" in done.out
@@ -255,6 +254,13 @@ def test_the_entry_point_stays_one_process_unless_asked(process: Command) -> Non
 
 
 def test_config_shows_origins_and_is_a_config_itself(vembed: Command, cfg: str) -> None:
+    done = vembed("config", cfg, "lr=1e-5", "--loss", "triplet", "temperature=0.1")
+    assert done.code == 2
+    assert f"error: data_path: train.jsonl does not exist (looked from {Path.cwd()})\n" == done.err
+    Path("train.jsonl").touch()
+    words = ("val_data_path=val.csv", "model_name=./m", "image_root=pictures")
+    assert vembed("config", cfg, *words).err.count(" does not exist") == 2
+    assert "also: model_name: ./m is not a folder" in vembed("config", cfg, *words).err
     done = vembed("config", cfg, "lr=1e-5", "--loss", "triplet", "temperature=0.1")
     assert done.code == 0
     assert "learning_rate: 1.0e-05  # command line" in done.out

@@ -13,6 +13,7 @@ from tests.tiny import shared, tiny_bert, tiny_clip
 from vembed.config.loading import load_config
 from vembed.start import ask, values
 from vembed.start.guess import guess
+from vembed.tools import init_memory
 
 GERMAN = ("Drucker", "Rechnung", "Passwort", "Konto", "Bestellung", "Lieferung", "Garantie", "Termin", "Vertrag")
 
@@ -39,7 +40,7 @@ def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(vembed: Comm
     assert config.val_split == 0.1 and config.batch_size == 8
     text = Path("vembed.yaml").read_text(encoding="utf-8")
     assert "# GUESSED, please check: Kundenfrage (orig) is the query (" in text and "end with a question mark" in text
-    assert "(measured)" in text
+    assert "(measured)" in text and "of a process on this machine: fits" in text
     done = vembed("train", "vembed.yaml", "max_steps=2", "report_to=none")
     assert done.code == 0, done.err
     assert Path("output/report.html").is_file() and Path("output/final").is_dir()
@@ -124,6 +125,40 @@ def test_the_data_of_a_config_on_one_page(vembed: Command, faq: str) -> None:
     assert "warning: 1 of the 1 queries of the validation data (100%) are in the training data too" in done.out
     assert "2 examples have one of their positives among their negatives" in done.out
     assert "pairs: 1 different, 1 repetitions" in done.out
+    done = vembed("data", f"model_name={shared(tiny_bert)}", "data_path=[train.jsonl, val.jsonl]")
+    rows = [line.split() for line in done.out.splitlines()]
+    assert ["source", "train.jsonl", "val.jsonl"] in rows and ["repeated", "queries", "50%", "0%"] in rows
+    assert ["negatives", "each", "2.0", "0.0"] in rows
+
+
+def test_a_dry_run_shows_what_is_given_and_the_data(vembed: Command, faq: str) -> None:
+    assert vembed("init", "--data", faq, "--model", str(shared(tiny_bert))).code == 0
+    done = vembed("train", "vembed.yaml", "--dry-run")
+    assert done.code == 0, done.err
+    assert "batch_size: 8  # vembed.yaml:" in done.out and "weight_decay" not in done.out
+    assert "==== data" in done.out and "samples, as the model reads them:" in done.out
+    assert "weight_decay: 0.01  # default" in vembed("train", "vembed.yaml", "--dry-run", "--all").out
+    assert "--all belongs to --dry-run" in vembed("train", "vembed.yaml", "--all").err
+    Path("bad.jsonl").write_text('{"query": "a"}\n')
+    done = vembed("train", "vembed.yaml", "data_path=bad.jsonl", "column_mapping=null", "--dry-run")
+    assert done.code == 2 and "world size: 1" in done.out and "bad.jsonl:1" in done.err
+
+
+def test_a_config_gets_the_settings_that_memory_needs(
+    vembed: Command, faq: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("init", "--data", faq, "--model", str(shared(tiny_bert)), "--force")
+    needs = {None: 9.0, True: 3.0}
+    monkeypatch.setattr(
+        init_memory, "_memory", lambda run: (needs[run.config.gradient_checkpointing] * 2**30, 4.0 * 2**30)
+    )
+    assert vembed(*words).code == 0
+    assert load_config("vembed.yaml").gradient_checkpointing is True
+    text = Path("vembed.yaml").read_text(encoding="utf-8")
+    assert "# 9.0 GB of the 4.0 GB of a process on this machine without these settings" in text
+    monkeypatch.setattr(init_memory, "_memory", lambda _: (9.0 * 2**30, 4.0 * 2**30))
+    assert vembed(*words).code == 0
+    assert "of a process on this machine: take a smaller model" in Path("vembed.yaml").read_text(encoding="utf-8")
 
 
 def test_messages_name_what_is_wrong(vembed: Command) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import vembed
 from tests.training.test_run import settings
-from vembed.report.query_changes import NO_DIFFERENCE, compare_queries, paired_interval, path_of, read_queries
+from vembed.report.page import table_html
+from vembed.report.query_changes import NO_DIFFERENCE, Changed, compare_queries, paired_interval, path_of, read_queries
 from vembed.report.record import read_run
-from vembed.report.report import curves
+from vembed.report.report import changed_table, curves
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +89,21 @@ def test_intervals_cover_chance_and_find_differences() -> None:
     assert clear.low == pytest.approx(0.5 - half, abs=0.2 * half)
     many = np.tile(noise, 30)
     assert paired_interval(many).high - paired_interval(many).low == pytest.approx(2 * half / 30**0.5, rel=0.05)
+
+
+def test_images_are_shown_as_thumbnails(tmp_path: Path) -> None:
+    names = [str(tmp_path / name) for name in ("red.png", "blue.png", "gone.png")]
+    for name, colour in zip(names, ("red", "blue"), strict=False):
+        Image.new("RGB", (300, 200), colour).save(name)
+    red, blue, gone = ({"text": "", "images": [name]} for name in names)
+    changed = Changed({"text": "a red wall", "images": []}, [red], 0.1, 0.9, [(blue, False)], [(red, True)])
+    table = changed_table([changed], has_pictures=True)
+    assert table.rows[0][:4] == ("a red wall", "red.png", "blue.png", "[relevant] red.png")
+    assert [len(table.pictures[0, column]) for column in range(4)] == [0, 1, 1, 1]
+    page = table_html(table, plain=True)
+    assert page.count('<img src="data:image/jpeg;base64,') == 3 and str(tmp_path) not in page
+    picture = Image.open(io.BytesIO(base64.b64decode(table.pictures[0, 1][0].partition(",")[2])))
+    assert picture.size == (96, 64)
+    lost = Changed(gone, [gone], 0.1, 0.9, [], [])
+    table = changed_table([lost], has_pictures=True)
+    assert table.pictures[0, 0] == () and table.rows[0][:3] == ("gone.png", "gone.png", "nothing")

@@ -36,7 +36,8 @@ LAUNCH_FLAGS = {
     "verbose": ("", "All lines of the log file on the console too."),
     "quiet": ("", "Only warnings and errors on the console."),
     "debug": ("", "A detailed log per process in output_dir/logs/."),
-    "dry-run": ("", "Print what would be trained and launched, load no model, and end."),
+    "dry-run": ("", "Print what would be trained and launched, and the data; load no model, and end."),
+    "all": ("", "With --dry-run: the options that have their default too."),
 }
 """Flags that `--help` lists. Every option of the config is a flag as well."""
 
@@ -56,6 +57,8 @@ class TrainArguments:
     main_process_ip: str | None = None
     main_process_port: int | None = None
     is_dry_run: bool = False
+    shows_all: bool = False
+    """A dry run lists the options that have their default too."""
 
     @property
     def source(self) -> str | dict[str, object]:
@@ -114,6 +117,7 @@ class _Parser:
         self.overrides: list[str] = []
         self.launch: dict[str, str] = {}
         self.is_dry_run = False
+        self.shows_all = False
 
     def result(self) -> TrainArguments:
         while self.position < len(self.words):
@@ -126,6 +130,8 @@ class _Parser:
                 self._take_config(word)
         if self.config is None and not self.overrides:
             raise UserError("which config? Give its file: `vembed train cfg.yaml` (`vembed init` writes one)")
+        if self.shows_all and not self.is_dry_run:
+            raise UserError("--all belongs to --dry-run: it lists the options that have their default too")
         return TrainArguments(
             config=self.config,
             overrides=tuple(self.overrides),
@@ -136,6 +142,7 @@ class _Parser:
             main_process_ip=self.launch.get("main_process_ip"),
             main_process_port=self._number("main_process_port"),
             is_dry_run=self.is_dry_run,
+            shows_all=self.shows_all,
         )
 
     def _flag(self, word: str) -> None:
@@ -143,6 +150,8 @@ class _Parser:
         key = name.replace("-", "_")
         if key == "dry_run":
             self.is_dry_run = not has_value or BOOLS.get(value.lower(), True)
+        elif key == "all" and not has_value:
+            self.shows_all = True
         elif key in ("verbose", "quiet") and not has_value:
             self.overrides.append(f"console={key}")
         elif key == "set":

@@ -143,8 +143,9 @@ def require_earlier_stage(resolved: ResolvedRun) -> None:
         raise UserError(f"{folder} ({origin}) is not there: train that stage first, or give this one a model_name")
 
 
-def render(config: TrainConfig, origins: Mapping[str, str] | None = None) -> str:
-    """Return the config as YAML, in the order of the schema, with the origins as comments."""
+def render(config: TrainConfig, origins: Mapping[str, str] | None = None, *, only_given: bool = False) -> str:
+    """Return the config as YAML, in the order of the schema, with the origins as comments. `only_given`: without the
+    options that have their default."""
     values = config.to_dict()
     for kept, dropped in DECIDED_BY.items():
         if values[kept] is not None:
@@ -154,6 +155,8 @@ def render(config: TrainConfig, origins: Mapping[str, str] | None = None) -> str
         if name not in values or (values[name] is None and option.default is None):
             continue
         if name in UNSAID and name not in config.model_fields_set:
+            continue
+        if only_given and origins is not None and origins[name] == DEFAULT:
             continue
         if option.section != section:
             section = option.section

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import re
 import stat
 from pathlib import Path
 
+from vembed.config.places import is_hub_dataset
 from vembed.data.cache import short_hash, stamp
 from vembed.data.columns import Columns
 from vembed.data.delimited import DelimitedFile
@@ -16,9 +16,7 @@ from vembed.errors import UserError
 
 FORMATS = "JSON Lines (.jsonl, .ndjson), JSON (.json), CSV (.csv), TSV (.tsv) and Parquet (.parquet)"
 
-_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
 _PACKED = {".gz": "gunzip -k", ".zst": "unzstd", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zip": "unzip"}
-_HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(:[^/:]*){0,2}")
 
 
 def open_reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
@@ -63,8 +61,7 @@ def _open_file(path: Path, columns: Columns, cache: Path) -> Reader:
 
 def _open_name(path: str, columns: Columns, role: Role) -> Reader:
     folder, name = Path(path).parent, Path(path).name
-    is_file = Path(path).suffix.lower() in _ENDINGS or (folder != Path() and folder.is_dir())
-    if is_file or not _HUB_NAME.fullmatch(path):
+    if not is_hub_dataset(path):
         near = difflib.get_close_matches(name, _names_in(folder), n=1)
         hint = f"; did you mean {folder / near[0]}?" if near else ""
         raise UserError(f"{path} does not exist (looked from {Path.cwd()}){hint}")

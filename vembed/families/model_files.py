@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from vembed.config.places import is_hub_model
 from vembed.errors import UserError
 from vembed.families.weight_files import (
     ADAPTER_CONFIG,
@@ -60,7 +61,7 @@ def _located(name: str, revision: str | None, option: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return _inside_a_run(path, option).resolve()
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    if not is_hub_model(name):
         raise UserError(f"{option}: {name} is not a folder; give an existing folder or a Hub name such as org/model")
     try:
         return Path(

@@ -117,6 +117,7 @@ details table { margin-top: .6rem; font-size: .9rem; }
 .plain td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
 .plain td:first-child { white-space: nowrap; color: var(--ink-soft); padding-right: 1rem; }
 .plain th { text-align: left; }
+td img { display: block; max-width: 4.5rem; max-height: 4.5rem; margin-bottom: .25rem; border-radius: .25rem; }
 footer { margin-top: 3.5rem; padding-top: 1rem; border-top: 1px solid var(--line); color: var(--ink-soft);
   font-size: .85rem; }
 @media (max-width: 30rem) { main { padding: 2rem 1.1rem 3rem; } section { margin-top: 2.4rem; }
@@ -133,8 +134,8 @@ def render(page: Page) -> str:
         _warnings(page.warnings),
         _scores(page),
         _dims(page),
-        _section("Queries that got better", _table(page.better, plain=True)) if page.better else "",
-        _section("Queries that got worse", _table(page.worse, plain=True)) if page.worse else "",
+        _section("Queries that got better", table_html(page.better, plain=True)) if page.better else "",
+        _section("Queries that got worse", table_html(page.worse, plain=True)) if page.worse else "",
         _section("Over time", _figures(page.figures)) if page.figures else "",
         _section("The run", _facts(page.facts)),
         _section("Use the model", _use(page.model_dir)),
@@ -180,8 +181,9 @@ def _scores(page: Page) -> str:
         )
     more = ""
     if len(page.all_scores.rows) > len(page.scores.rows):
-        more = f"<details><summary>All {len(page.all_scores.rows)} metrics</summary>{_table(page.all_scores)}</details>"
-    tables = _table(page.scores) + more
+        every = table_html(page.all_scores)
+        more = f"<details><summary>All {len(page.all_scores.rows)} metrics</summary>{every}</details>"
+    tables = table_html(page.scores) + more
     if page.explanations:
         lines = "".join(f"<li>{escape(line)}</li>" for line in page.explanations)
         tables += f'<details><summary>What the metrics mean</summary><ul class="meanings">{lines}</ul></details>'
@@ -196,7 +198,7 @@ def _dims(page: Page) -> str:
     if page.dims is None:
         return ""
     plot = f"<div>{page.dims_svg}</div>" if page.dims_svg else ""
-    return _section(f"{page.label} by number of dimensions", f'<div class="pair">{_table(page.dims)}{plot}</div>')
+    return _section(f"{page.label} by number of dimensions", f'<div class="pair">{table_html(page.dims)}{plot}</div>')
 
 
 def _figures(figures: Sequence[Figure]) -> str:
@@ -226,11 +228,11 @@ def _use(model_dir: str) -> str:
 
 
 def _settings(page: Page) -> str:
-    versions = f"<details><summary>Versions</summary>{_table(page.versions, plain=True)}</details>"
+    versions = f"<details><summary>Versions</summary>{table_html(page.versions, plain=True)}</details>"
     return (
         f"<pre>{escape(page.changed)}</pre>\n"
         f"<details><summary>All {len(page.settings.rows)} settings</summary>"
-        f"{_table(page.settings, plain=True)}</details>" + (versions if page.versions.rows else "")
+        f"{table_html(page.settings, plain=True)}</details>" + (versions if page.versions.rows else "")
     )
 
 
@@ -238,15 +240,20 @@ def _section(title: str, body: str) -> str:
     return f"<section>\n<h2>{escape(title)}</h2>\n{body}\n</section>"
 
 
-def _table(table: Table, *, plain: bool = False) -> str:
+def table_html(table: Table, *, plain: bool = False) -> str:
+    """Return a table as HTML. `plain`: texts that wrap, and no colours by column."""
     header = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
     classes = [""] * len(table.header) if plain else [_cell_class(name) for name in table.header]
     rows = []
-    for row in table.rows:
+    for number, row in enumerate(table.rows):
         cells = []
-        for cell, name in zip(row, classes, strict=True):
+        for column, (cell, name) in enumerate(zip(row, classes, strict=True)):
             kind = {"+": "up", "-": "down"}.get(cell[:1], "") if name == "change" else name
-            cells.append(f"<td{f' class={chr(34)}{kind}{chr(34)}' if kind else ''}>{escape(cell)}</td>")
+            pictures = "".join(
+                f'<img src="{address}" alt="" title="{escape(cell)}">'
+                for address in table.pictures.get((number, column), ())
+            )
+            cells.append(f"<td{f' class={chr(34)}{kind}{chr(34)}' if kind else ''}>{pictures}{escape(cell)}</td>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
     body = f"<thead><tr>{header}</tr></thead><tbody>{''.join(rows)}</tbody>"
     return f'<div class="scroll"><table{" class=" + chr(34) + "plain" + chr(34) if plain else ""}>{body}</table></div>'

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ class Table:
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    pictures: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
+    """Data addresses of thumbnails in cells, by row and column; the page alone shows them."""
 
 
 @dataclass(frozen=True)

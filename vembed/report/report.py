@@ -14,6 +14,7 @@ from vembed.report.page import Figure, Page, render
 from vembed.report.plots import Curve, curve_svg, dims_svg, evaluations_svg
 from vembed.report.query_changes import NO_DIFFERENCE, Changed, Comparison, Interval, compare_queries
 from vembed.report.record import TABLE, RunRecord, Table, metric_name, read_run, short_name
+from vembed.report.thumbnails import thumbnail
 
 MEANINGS = {
     "ndcg": "how well the first {k} results are ordered; 1 if all relevant documents come first.",
@@ -219,8 +220,8 @@ def html(record: RunRecord) -> str:
             warnings=record.summary.warnings,
             verdict=verdict(record, found),
             explanations=explanations(record, TABLE),
-            better=changed_table(found.better) if found and found.better else None,
-            worse=changed_table(found.worse) if found and found.worse else None,
+            better=changed_table(found.better, has_pictures=True) if found and found.better else None,
+            worse=changed_table(found.worse, has_pictures=True) if found and found.worse else None,
             scores=score_table(record, TABLE, intervals=intervals),
             all_scores=score_table(record),
             dims=dims_table(record) if record.dims else None,
@@ -272,14 +273,21 @@ def _fallback(record: RunRecord) -> str:
     return "Not evaluated"  # two losses of different batches are no result
 
 
-def changed_table(queries: Sequence[Changed]) -> Table:
-    """Return a table of queries with what should be found and what was found first, before and after."""
-    rows = [
-        (one.query["text"] or ", ".join(one.query["images"]), _shown_items(one.relevant), _first(one.found_before),
-         _first(one.found_after), f"{one.before:.3f} -> {one.after:.3f}")
-        for one in queries
-    ]  # fmt: skip
-    return Table(("query", "relevant", "found before", "found after", "score"), tuple(rows))
+def changed_table(queries: Sequence[Changed], *, has_pictures: bool = False) -> Table:
+    """Return a table of queries with what should be found and what was found first, before and after. `has_pictures`:
+    with thumbnails of images."""
+    rows, pictures = [], {}
+    for number, one in enumerate(queries):
+        cells = ([one.query], one.relevant[:1], [item for item, _ in one.found_before[:1]],
+                 [item for item, _ in one.found_after[:1]])  # fmt: skip
+        for column, items in enumerate(cells if has_pictures else ()):
+            found = [thumbnail(path) for item in items for path in item["images"]]
+            pictures[number, column] = tuple(address for address in found if address is not None)
+        rows.append((
+            _shown_items([one.query]), _shown_items(one.relevant), _first(one.found_before), _first(one.found_after),
+            f"{one.before:.3f} -> {one.after:.3f}",
+        ))  # fmt: skip
+    return Table(("query", "relevant", "found before", "found after", "score"), tuple(rows), pictures)
 
 
 def _first(found: Sequence[tuple[Mapping[str, Any], bool]]) -> str:

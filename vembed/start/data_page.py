@@ -37,6 +37,8 @@ def data_page(config: TrainConfig) -> str:
     lines += [f"warning: {one}" for one in sets.warnings]
     examples = _spread(sets.examples, MOST_READ)
     lines += ["", *_repetitions(examples, len(sets.examples)), *_negatives(examples)]
+    if len(sets.examples.names) > 1:
+        lines += ["", *_side_by_side(sets.examples)]
     if description is None:
         lines += ["", f"samples and lengths: not shown, since {config.model_name} is not on this machine yet"]
         return "\n".join(lines) + "\n"
@@ -63,6 +65,39 @@ def _repetitions(examples: Sequence[Example], total: int) -> list[str]:
     if own:
         lines.append(f"  {own:,d} examples have their own query as a positive")
     return lines
+
+
+def _side_by_side(store: ExampleStore) -> list[str]:
+    """Return a table with a column per source."""
+    step = -(-len(store) // MOST_READ)
+    groups: list[list[Example]] = [[] for _ in store.names]
+    for index in range(0, len(store), step):
+        groups[store.source_of(index)].append(store[index])
+    columns = [_column(*one) for one in zip(store.names, store.sizes, groups, strict=True)]
+    heads = ("source", "examples", "repeated queries", "repeated positives", "negatives each", "query characters",
+             "document characters")  # fmt: skip
+    widths = [max(map(len, column)) for column in columns]
+    left = max(map(len, heads))
+    return [
+        "  ".join([head.ljust(left), *(column[row].rjust(wide) for column, wide in zip(columns, widths, strict=True))])
+        for row, head in enumerate(heads)
+    ]
+
+
+def _column(name: str, size: int, examples: Sequence[Example]) -> tuple[str, ...]:
+    """Return the figures of one source."""
+    if not examples:
+        return (name, f"{size:,d}", "", "", "", "", "")
+    documents = [item for one in examples for item in one.positives]
+    return (
+        name,
+        f"{size:,d}",
+        f"{1 - len({normal_key(one.query) for one in examples}) / len(examples):.0%}",
+        f"{1 - len({normal_key(item) for item in documents}) / len(documents):.0%}",
+        f"{sum(len(one.negatives) for one in examples) / len(examples):.1f}",
+        f"{np.median([len(one.query.text or '') for one in examples]):,.0f}",
+        f"{np.median([len(item.text or '') for item in documents]):,.0f}",
+    )
 
 
 def _negatives(examples: Sequence[Example]) -> list[str]:

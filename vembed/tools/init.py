@@ -95,6 +95,10 @@ def starter(
         ]
     lines += _data_lines(family, looked, data, val_data, facts)
     lines += _training_lines(kind, looked, val_data, facts)
+    if facts is not None:
+        from vembed.tools.init_memory import memory_lines  # imported late: torch takes seconds
+
+        lines += memory_lines("\n".join(lines))
     return "\n".join(lines) + "\n"
 
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Literal
 
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import render, resolve_run
+from vembed.config.places import missing_places
 from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
 from vembed.tools.options_page import options_page
 
 
-def config_text(arguments: TrainArguments) -> str:
-    """The resolved config as YAML, with the origin of each value, what was translated and what has no effect."""
+def show_config(arguments: TrainArguments) -> int:
+    """Print the resolved config as YAML, with the origin of each value, what was translated and what has no effect.
+    Raise UserError, after that, if a file that the config names is missing."""
     resolved = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
     lines = [f"# translated: {line}" for line in resolved.translated] + [f"# note: {line}" for line in resolved.notes]
-    return render(resolved.config, resolved.origins) + "".join(f"\n{line}" for line in lines) + ("\n" if lines else "")
+    sys.stdout.write(render(resolved.config, resolved.origins) + "".join(f"\n{line}" for line in lines))
+    sys.stdout.write("\n" if lines else "")
+    sys.stdout.flush()
+    if missing := missing_places(resolved.config, resolved.origins):
+        raise UserError("\n".join([missing[0], *(f"also: {one}" for one in missing[1:])]))
+    return 0
 
 
 def schema_text(form: Literal["json", "markdown"] = "json") -> str:

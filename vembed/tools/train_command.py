@@ -14,6 +14,7 @@ from vembed.config.accelerate_file import AccelerateFile
 from vembed.config.arguments import TrainArguments
 from vembed.config.fsdp import AskedPrecision
 from vembed.config.loading import render, require_earlier_stage, resolve_run
+from vembed.config.places import data_places, missing_data
 from vembed.config.resolved import Decision, ResolvedRun
 from vembed.config.rules import batch_size_per_process
 from vembed.config.schema import TrainConfig
@@ -63,6 +64,7 @@ def run_train(arguments: TrainArguments, env: Mapping[str, str] = os.environ, *,
         batch_size_per_process(config, launch.world_size)
     if arguments.is_dry_run:
         sys.stdout.write(describe_run(resolved, launch, arguments))
+        sys.stdout.write(_described_data(config))
         return 0
     require_earlier_stage(resolved)
     if rank_info is None:
@@ -112,7 +114,9 @@ def resolve_launch(
 def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) -> str:
     """Return the output of `--dry-run`: the merged config, the decisions, and the processes to launch."""
     config, strategy = run.config, run.strategy.value
-    lines = [render(config, run.origins).rstrip(), ""]
+    lines = [render(config, run.origins, only_given=not arguments.shows_all).rstrip()]
+    lines += [] if arguments.shows_all else ["# All other options have their defaults; --all lists them."]
+    lines.append("")
     lines += [f"translated: {line}" for line in run.translated]
     lines += [f"note: {line}" for line in (*run.notes, *(run.fsdp_notes if strategy != "auto" else ()))]
     if launch.world_size == 1:
@@ -245,10 +249,19 @@ def _shown_command(launch: Launch, arguments: TrainArguments) -> str:
     return f"{changes}{command} ({ranks}, main process at {address}, port {port})"
 
 
+def _described_data(config: TrainConfig) -> str:
+    """Return the page of the data, if all of them are here: no data are fetched for a dry run."""
+    if missing_data(config):
+        return ""
+    sys.stdout.flush()  # a mistake in the data is reported after what is known
+    from vembed.start.data_page import data_page
+
+    return f"\n==== data\n{data_page(config)}"
+
+
 def _paths(config: TrainConfig) -> list[tuple[str, str]]:
-    sources = config.data_path if isinstance(config.data_path, list) else [config.data_path]
-    paths = [("data", source if isinstance(source, str) else source.path) for source in sources]
-    return paths + ([("validation data", config.val_data_path)] if config.val_data_path else [])
+    names = {"data_path": "data", "val_data_path": "validation data"}
+    return [(names[option], path) for option, path in data_places(config)]
 
 
 def _found(path: str) -> str:

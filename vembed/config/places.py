@@ -1,0 +1,59 @@
+"""Paths that a config names: which are files by their form, and which of them are missing. Opens nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from vembed.config.layers import RESULT_OF
+from vembed.config.schema import TrainConfig
+
+DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
+_HUB_DATASET = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(:[^/:]*){0,2}")
+
+
+def is_hub_dataset(path: str) -> bool:
+    """Return whether a path that does not exist can be the name of a data set on the Hub."""
+    folder = Path(path).parent
+    is_file = Path(path).suffix.lower() in DATA_ENDINGS or (folder != Path() and folder.is_dir())
+    return not is_file and _HUB_DATASET.fullmatch(path) is not None
+
+
+def is_hub_model(name: str) -> bool:
+    """Return whether a name that is no folder can be that of a model on the Hub."""
+    return not (Path(name).expanduser().is_absolute() or name.startswith((".", "~")) or name.count("/") > 1)
+
+
+def data_places(config: TrainConfig) -> list[tuple[str, str]]:
+    """Return the option and the path of each source of data."""
+    sources = config.data_path if isinstance(config.data_path, list) else [config.data_path]
+    places = [("data_path", source if isinstance(source, str) else source.path) for source in sources]
+    return places + ([("val_data_path", config.val_data_path)] if config.val_data_path else [])
+
+
+def missing_data(config: TrainConfig) -> list[tuple[str, str]]:
+    """Return the sources of data that are not on this machine: missing files and names on the Hub."""
+    return [(option, path) for option, path in data_places(config) if not _exists(path)]
+
+
+def missing_places(config: TrainConfig, origins: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each file and folder that a run would look for and not find."""
+    found = [
+        f"{option}: {path} does not exist (looked from {Path.cwd()})"
+        for option, path in missing_data(config)
+        if not is_hub_dataset(path)
+    ]
+    folder = config.model_name
+    if not _exists(folder) and not is_hub_model(folder) and RESULT_OF not in origins["model_name"]:
+        found.append(f"model_name: {folder} is not a folder (looked from {Path.cwd()})")
+    if config.image_root is not None and not _exists(config.image_root):
+        found.append(f"image_root: {config.image_root} does not exist (looked from {Path.cwd()})")
+    return found
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # no name that a file can have
+        return False
