@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections import OrderedDict
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from vembed.distributed.session import start_session
 from vembed.errors import RunError, UserError
 from vembed.training import integrity
 from vembed.training.checkpoint import Checkpointer, latest_good, read_state
+from vembed.training.loop_state import LoopState
 from vembed.training.optim import build_optimizer
 
 
@@ -33,7 +35,7 @@ class Run:
         self.checkpointer = Checkpointer(self.config, session)
         self.model, self.loss = model or TinyModel(), TinyLoss()
         self.rebuild()
-        self.state = {"step": 0, "best": None, "best_step": None}
+        self.state = asdict(LoopState())
         self.found = None
 
     def rebuild(self):
@@ -73,7 +75,8 @@ def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
     with starting(tmp_path) as run:
         run.resume().train(3)
         run.model.num_seen += 5
-        run.state |= {"best": 0.5, "best_step": 3, "before": {"ndcg@10": 0.1}, "scale": {"value": 2.0**16}}
+        run.state |= {"best": 0.5, "best_step": 3, "before": {"ndcg@10": 0.1}}
+        run.state["scale"]["value"] = 2.0**16
         expected = run.save().whole()
         kept = dict(run.state)
         run.train().save()  # goes on, so that nothing that comes back is there by chance

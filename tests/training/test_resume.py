@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.tools.resume_table import updated
 from vembed.training import integrity
+from vembed.training.loop_state import LoopState
 from vembed.training.resume import JUDGES, MAY_CHANGE, candidates, compare_resume, refuse, trim_metrics
 
 
@@ -128,7 +130,7 @@ def test_scores_of_another_judge_are_forgotten(tmp_path, option, value):
     if option == "val_data_path":  # what was measured on other data is neither a start nor an end for this run
         scores = {"before": {}, "scores": {}, "scored_step": None}
     with starting(tmp_path, resume=True, **{option: value}) as run:
-        assert run.resume().state == {"step": 1, "best": None, "best_step": None, "best_scores": {}, **scores}
+        assert run.resume().state == {**asdict(LoopState(step=1)), **scores}
 
 
 # ---- damaged and abandoned checkpoints -------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import RunError, UserError
-from vembed.training import integrity
+from vembed.training import checkpoint_contents, integrity
 from vembed.training.finished import NothingLeft, finished_run, forget_finished
 from vembed.training.integrity import ABANDONED, DAMAGED, PARTIAL, STATE, checkpoint_name, list_checkpoints
 from vembed.training.resume import (
@@ -240,7 +240,7 @@ class Checkpointer:
     def verify(self, directory: Path) -> list[str]:
         """Return the problems of a checkpoint. Each rank reads its part of the files. Collective."""
         world = self.session.world_size
-        found = integrity.verify(directory, part=self.session.rank, num_parts=world)
+        found = checkpoint_contents.verify(directory, part=self.session.rank, num_parts=world)
         return list(dict.fromkeys(problem for part in collectives.gather_objects_as_json(found) for problem in part))
 
     # ---- during training ---------------------------------------------------------------------------------------
@@ -352,6 +352,14 @@ class Checkpointer:
         entries = reader.read_metadata().state_dict_metadata
         shapes = {name: list(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
+        # Another strategy may hold the same weights in another type.
+        same = saved["strategy"] == self.session.strategy
+        dtypes = {
+            name: entry.properties.dtype
+            for name, entry in entries.items()
+            if same and isinstance(entry, TensorStorageMetadata)
+        }
+
         def fill(tensors: dict[str, Any]) -> None:
             load(
                 tensors,
@@ -360,7 +368,7 @@ class Checkpointer:
                 no_dist=self._alone,
             )
 
-        restore(model, loss, optimizer, shapes, fill, saved_optimizer=saved["optimizer"], extra=extra)
+        restore(model, loss, optimizer, shapes, fill, dtypes=dtypes, saved_optimizer=saved["optimizer"], extra=extra)
 
     def _differences(self, directory: Path) -> list[Difference]:
         saved = read_state(directory)
@@ -429,7 +437,7 @@ def latest_good(output_dir: Path) -> Path | None:
     """Return the newest complete checkpoint of a run; log those skipped and why. Not collective: for a single
     process."""
     for _, path in reversed(list_checkpoints(output_dir)):
-        problems = integrity.verify(path)
+        problems = checkpoint_contents.verify(path)
         if not problems:
             return path
         log.warning("skipped %s: %s", path, "; ".join(problems))

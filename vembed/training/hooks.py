@@ -32,6 +32,7 @@ from torch import Tensor
 from vembed.config.schema import TrainConfig
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed.session import Session
+from vembed.errors import UserError
 from vembed.evaluation.query_results import QueryResults
 from vembed.training.loop_state import LoopState
 from vembed.training.parts import RunData, RunModel
@@ -233,7 +234,13 @@ class Hooks:
         """Give each hook the state that a checkpoint holds for it."""
         for hook in self._all:
             if hook.name in states:
-                hook.load_state(states[hook.name])
+                try:
+                    hook.load_state(states[hook.name])
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    raise UserError(
+                        f"the checkpoint's state of the hook {hook.name} cannot be used ({type(error).__name__}: "
+                        f"{error}); resume from an earlier checkpoint, or start anew in another output_dir"
+                    ) from error
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of all hooks for a checkpoint."""

@@ -8,8 +8,9 @@ import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 log = logging.getLogger("vembed")
@@ -32,12 +33,39 @@ def checkpoint_name(step: int) -> str:
     return f"checkpoint-{step}"
 
 
+def step_of(name: str) -> int | None:
+    """Return the step in a checkpoint's folder name; None for another name."""
+    found = _NAME.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     """Return every folder that is named like a checkpoint, valid or not, sorted by step."""
     if not output_dir.is_dir():
         return []
-    named = [(found, path) for path in output_dir.iterdir() if (found := _NAME.fullmatch(path.name)) and path.is_dir()]
-    return sorted((int(found[1]), path) for found, path in named)
+    named = [(step_of(path.name), path) for path in output_dir.iterdir() if path.is_dir()]
+    return sorted((step, path) for step, path in named if step is not None)
+
+
+def irregular(directory: Path, name: str) -> str | None:
+    """Return why a file of a checkpoint must not be opened; None for a regular file inside the folder.
+
+    A pipe would be waited for, and a link or `..` could lead to any file of the machine.
+    """
+    place, path = PurePosixPath(name), directory
+    if place.is_absolute() or ".." in place.parts or not place.parts or "\0" in name:
+        return f"{name} leads out of the folder"
+    try:
+        for piece in place.parts:
+            path = path / piece
+            if path.is_symlink():
+                return f"{name} is a link, and only files of the folder itself are read"
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror or error})"
+    return None if stat.S_ISREG(mode) else f"{name} is not a regular file"
 
 
 def sha256_of(path: Path) -> str:
@@ -103,32 +131,36 @@ def commit(partial: Path, final: Path, checksums: Mapping[str, str]) -> None:
 def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
     """Return the problems of a checkpoint as messages; empty if it is intact. With `num_parts`, check one part of
     the files."""
+    unusable = irregular(directory, MANIFEST)
+    if unusable is not None:
+        return [unusable]
     try:
         content = json.loads((directory / MANIFEST).read_bytes())
         seal = content.pop("sha256")
-        files = content["files"]
+        files = {str(name): (int(one["bytes"]), str(one["sha256"])) for name, one in content["files"].items()}
         if content["format"] > _FORMAT:
             return [f"{MANIFEST} has format {content['format']}, newer than this vembed reads ({_FORMAT})"]
         if seal != _seal(content):
             return [f"{MANIFEST} does not match its own checksum"]
-    except FileNotFoundError:
-        return [f"{MANIFEST} is missing"]
     except OSError as error:
         return [f"{MANIFEST} cannot be read ({error.strerror or error})"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [f"{MANIFEST} is damaged"]
     problems = []
     for name in sorted(files)[part::num_parts]:
-        path, expected = directory / name, files[name]
+        path, (size, checksum) = directory / name, files[name]
+        unusable = irregular(directory, name)
+        if unusable is not None:
+            problems.append(unusable)
+            continue
         try:
-            size = path.stat().st_size
-            if size != expected["bytes"]:
-                problems.append(f"{name} has {size:,d} bytes instead of {expected['bytes']:,d}")
-            elif sha256_of(path) != expected["sha256"]:
+            found = path.stat().st_size
+            if found != size:
+                problems.append(f"{name} has {found:,d} bytes instead of {size:,d}")
+            elif sha256_of(path) != checksum:
                 problems.append(f"{name} does not match its checksum")
         except OSError as error:
-            missing = isinstance(error, FileNotFoundError)
-            problems.append(f"{name} is missing" if missing else f"{name} cannot be read ({error.strerror or error})")
+            problems.append(f"{name} cannot be read ({error.strerror or error})")
     return problems
 
 

@@ -94,17 +94,18 @@ def restore(
     saved: Mapping[str, list[int]],
     load: Load,
     *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
     saved_optimizer: str = "",
     extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Restore model, loss and optimizer from a checkpoint with the names and shapes `saved`, and of the tensors `extra`
-    those that it holds.
+    those that it holds. `dtypes`: refuse weights that are stored as another type than this run holds.
 
     The optimizer's group options (learning rate, weight decay, betas) stay as the config has them.
     """
     model_and_loss = ModelAndLoss(model, loss)
     weights = _weights(model_and_loss)
-    _check_weights(weights, saved)
+    _check_weights(weights, saved, dtypes or {})
     tensors = {name: _movable(value) for name, value in weights.items()}
     tensors |= {_HOOKS + name: _movable(value) for name, value in (extra or {}).items() if _HOOKS + name in saved}
     leaves: list[_Leaf] = []
@@ -208,7 +209,9 @@ def _put_numbers(leaves: list[_Leaf], state: Mapping[str, Any]) -> None:
         place[leaf.path[-1]] = next(iter(leaf.pieces.values())).item()  # type: ignore[index]
 
 
-def _check_weights(weights: Mapping[str, Any], saved: Mapping[str, list[int]]) -> None:
+def _check_weights(
+    weights: Mapping[str, Any], saved: Mapping[str, list[int]], dtypes: Mapping[str, torch.dtype]
+) -> None:
     """Raise UserError unless the checkpoint holds exactly the tensors that this run trains."""
     held = {name for name in saved if not name.startswith((_OPTIMIZER, _HOOKS))}
     missing, extra = sorted(set(weights) - held), sorted(held - set(weights))
@@ -224,6 +227,11 @@ def _check_weights(weights: Mapping[str, Any], saved: Mapping[str, list[int]]) -
             raise UserError(
                 f"the checkpoint is of another model: {name} has the shape {saved[name]} there and "
                 f"{list(value.size())} in this run; resume with the settings that it was trained with"
+            )
+        if dtypes.get(name, value.dtype) != value.dtype:
+            raise UserError(
+                f"the checkpoint is of another model: {name} is stored as {dtypes[name]} there and is {value.dtype} in "
+                "this run; resume with the torch_dtype and mixed_precision that it was trained with"
             )
 
 

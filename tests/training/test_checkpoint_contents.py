@@ -1,0 +1,195 @@
+"""Checkpoints whose checksums are right and whose contents are not: one sentence, then the checkpoint before it."""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, fields
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.training.test_checkpoint import starting
+from vembed.errors import UserError
+from vembed.training import integrity
+from vembed.training.checkpoint import latest_good
+from vembed.training.checkpoint_contents import CODES, LoopSchema, ScaleSchema
+from vembed.training.loop_state import LoopState
+from vembed.training.update import GradientScale
+
+FILE = "rank00000-00000.safetensors"
+WEIGHT = "model.backbone.layer.0.linear.weight"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    with starting(folder) as run:
+        run.resume().train().save().train().save()
+    return folder
+
+
+@pytest.fixture
+def run_folder(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+def sealed(folder):
+    """Write the manifest anew, as a program does that knows the format."""
+    (folder / integrity.MANIFEST).unlink()
+    integrity.write_manifest(folder, {})
+
+
+def state(*path, **changes):
+    """An alteration of state.json: values below a path set, or taken out where None is given as a type."""
+
+    def alter(folder):
+        values = inner = json.loads((folder / "state.json").read_text())
+        for key in path:
+            inner = inner[key]
+        for key, value in changes.items():
+            if value is GONE:
+                del inner[key]
+            else:
+                inner[key] = value
+        (folder / "state.json").write_text(json.dumps(values))
+
+    return alter
+
+
+def index(change):
+    def alter(folder):
+        values = json.loads((folder / "index.json").read_text())
+        assert WEIGHT in values
+        change(values)
+        (folder / "index.json").write_text(json.dumps(values))
+
+    return alter
+
+
+def text(name, content):
+    return lambda folder: (folder / name).write_text(content)
+
+
+def chunk(**changes):
+    return index(lambda values: values[WEIGHT]["chunks"][0].update(changes))
+
+
+def halves(first, second):
+    """The weight [7, 7] in two pieces of rows."""
+
+    def change(values):
+        held = values[WEIGHT]["chunks"][0]
+        pieces = [{**held, "offsets": [start, 0], "sizes": [count, 7]} for start, count in (first, second)]
+        values[WEIGHT]["chunks"] = pieces
+
+    return index(change)
+
+
+def stored_as(dtype):
+    def alter(folder):
+        weights = load_file(folder / FILE)
+        name = next(key for key in weights if key.startswith(WEIGHT))
+        save_file({**weights, name: weights[name].to(dtype)}, folder / FILE)
+
+    return alter
+
+
+GONE = object()
+ALTERED = {
+    "a negative step": (state("loop", step=-1), "loop.step"),
+    "a huge step": (state("loop", step=10**18), "loop.step"),
+    "another step": (state("loop", step=7), "loop.step is 7, and the folder is that of step 2"),
+    "no step": (state("loop", step=GONE), "loop.step"),
+    "a step that is no integer": (state("loop", step=2.5), "loop.step"),
+    "a step that is a text": (state("loop", step="2"), "loop.step"),
+    "a step that is true": (state("loop", step=True), "loop.step"),
+    "a missing key": (state("loop", scores=GONE), "loop.scores"),
+    "an unknown key": (state("loop", more=1), "loop.more"),
+    "a best step to come": (state("loop", best_step=3), "loop.best_step is 3, later"),
+    "negative seconds": (state("loop", seconds=-1.0), "loop.seconds"),
+    "scores that are texts": (state("loop", scores={"ndcg@10": "high"}), "loop.scores"),
+    "hooks that are a list": (state("loop", hooks=[]), "loop.hooks"),
+    "a scale of zero": (state("loop", "scale", value=0.0), "loop.scale.value"),
+    "a scale without value": (state("loop", "scale", value=GONE), "loop.scale.value"),
+    "an unknown key in the scale": (state("loop", "scale", more=1), "loop.scale.more"),
+    "an unknown option": (state("config", learning_speed=1), "learning_speed"),
+    "an option of another type": (state("config", batch_size="many"), "batch_size"),
+    "no config": (state(config=GONE), "config"),
+    "no identity": (state(identity=GONE), "identity"),
+    "a batch of zero": (state("identity", global_batch_size=0), "identity.global_batch_size"),
+    "no optimizer": (state(optimizer=GONE), "optimizer"),
+    "a state that is a list": (text("state.json", "[]"), "state.json"),
+    "a state that is no JSON": (text("state.json", "{"), "state.json"),
+    "no state": (lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
+    "an index that is a list": (text("index.json", "[]"), "index.json"),
+    "an empty index": (text("index.json", "{}"), "index.json names none of"),
+    "no index": (lambda folder: (folder / "index.json").unlink(), "index.json is missing"),
+    "a tensor left out": (index(lambda values: values.pop(WEIGHT)), "index.json names none of 1 tensors"),
+    "no chunks": (index(lambda values: values[WEIGHT].update(chunks=[])), "chunks"),
+    "half of the chunks": (chunk(sizes=[3, 7]), "hold 21 of 49 elements"),
+    "chunks that overlap": (halves((0, 4), (3, 3)), "two chunks overlap"),
+    "chunks that the file does not have": (halves((0, 4), (4, 3)), "in the index"),
+    "a chunk outside": (chunk(offsets=[3, 0]), "outside of the shape"),
+    "a negative offset": (chunk(offsets=[-1, 0]), "offsets"),
+    "offsets of another length": (chunk(offsets=[0]), "different lengths"),
+    "another shape": (index(lambda values: values[WEIGHT].update(shape=[7, 14])), "hold 49 of 98"),
+    "a type that is none": (index(lambda values: values[WEIGHT].update(dtype="float99")), "float99"),
+    "another type": (stored_as(torch.float16), "is F16"),
+    "a file outside": (chunk(file="../checkpoint-1/" + FILE), "is no file of this folder"),
+    "an absolute file": (chunk(file="/etc/passwd"), "is no file of this folder"),
+    "another key": (chunk(key="x"), "is no file of this folder"),
+    "a file that is no safetensors": (text(FILE, "pickle"), "not a safetensors file"),
+}
+
+
+@pytest.mark.parametrize("name", ALTERED)
+def test_altered_contents_are_one_sentence_and_then_the_checkpoint_before(run_folder, caplog, name):
+    alter, says = ALTERED[name]
+    alter(run_folder / "checkpoint-2")
+    sealed(run_folder / "checkpoint-2")
+    assert latest_good(run_folder) == run_folder / "checkpoint-1"
+    (line,) = [one for one in caplog.messages if one.startswith("skipped")]
+    assert "checkpoint-2" in line and says in line and "\n" not in line
+
+
+@pytest.mark.parametrize("name", ["state.json", "index.json", FILE, integrity.MANIFEST])
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_pipes_and_links_are_not_opened(run_folder, name, kind):
+    path = run_folder / "checkpoint-2" / name
+    path.rename(run_folder / "outside")
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(run_folder / "outside")
+    assert latest_good(run_folder) == run_folder / "checkpoint-1"
+
+
+def test_names_in_the_manifest_stay_inside(run_folder):
+    folder = run_folder / "checkpoint-2"
+    for name in ("../checkpoint-1/state.json", "/etc/hostname"):
+        content = json.loads((folder / integrity.MANIFEST).read_text())
+        del content["sha256"]
+        content["files"][name] = {"bytes": 1, "sha256": "0"}
+        sealed_content = {**content, "sha256": integrity._seal(content)}
+        (folder / integrity.MANIFEST).write_text(json.dumps(sealed_content))
+        assert f"{name} leads out of the folder" in integrity.verify(folder)
+
+
+def test_a_run_resumes_from_the_one_before_and_refuses_a_path_to_the_altered_one(run_folder):
+    state("loop", step=10**18)(run_folder / "checkpoint-2")
+    sealed(run_folder / "checkpoint-2")
+    with (
+        starting(run_folder, resume=str(run_folder / "checkpoint-2")) as run,
+        pytest.raises(UserError, match=r"none of the 1 checkpoint\(s\) is intact .*loop\.step"),
+    ):
+        run.resume()
+    with starting(run_folder, resume=True) as run:
+        assert run.resume().state["step"] == 1
+
+
+def test_the_schema_has_the_fields_of_the_state():
+    assert set(LoopSchema.model_fields) == {one.name for one in fields(LoopState)}
+    assert set(ScaleSchema.model_fields) == {one.name for one in fields(GradientScale)}
+    LoopSchema.model_validate_json(json.dumps(asdict(LoopState())))
+    assert all(isinstance(vars(torch)[name], torch.dtype) for name in CODES)
