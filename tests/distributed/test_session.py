@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -430,3 +431,20 @@ def timeouts_of_a_hybrid_mesh(folder: str) -> list[float]:
 def test_the_groups_of_a_hybrid_mesh_wait_as_long_as_all_others() -> None:
     folder = str(shared(tiny_bert))
     assert run_ranks(timeouts_of_a_hybrid_mesh, 4, folder, process_group=False) == [[7 * 60] * 2] * 4
+
+
+@pytest.mark.parametrize(("error", "ending"), [(RuntimeError, "abort"), (UserError, "destroy"), (None, "destroy")])
+def test_a_failed_rank_waited_for_kernels_that_never_end(
+    error: type[Exception] | None, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With NCCL the group is aborted after a failure: destroying it waits for collectives that others never join."""
+    ended: list[str] = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append("destroy"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: ended.append("abort"))
+    one = session.start_session(config_of(shared(tiny_bert)))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with contextlib.suppress(RuntimeError, UserError), one:
+        if error is not None:
+            raise error("failed")
+    assert ended == [ending]

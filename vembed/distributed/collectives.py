@@ -281,6 +281,16 @@ def new_cpu_group(timeout: timedelta) -> dist.ProcessGroup | None:
         return group
 
 
+def end_group(*, waits: bool) -> None:
+    """End the process group, on this rank alone. `waits`: let kernels on a GPU finish first. Destroying a group waits
+    for them, and those of a collective that another rank will never join do not end: they can only be aborted."""
+    backends = dist.get_backend_config()
+    if waits or "nccl" not in backends:
+        dist.destroy_process_group()
+    else:
+        dist.distributed_c10d._abort_process_group()
+
+
 def _to_bytes(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 

@@ -137,13 +137,16 @@ def _count(number: int) -> str:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-def set_gradient_sync(model: nn.Module, on: bool) -> None:
+def set_gradient_sync(model: nn.Module, on: bool, *, all_reduce: bool = True) -> None:
     """Switch FSDP's gradient reduction on or off for the following micro-batches. Call it before the forward pass.
 
-    No-op for a model that is not sharded: `collectives.all_reduce_gradients` averages its gradients.
+    `all_reduce`: HYBRID_SHARD of FSDP2 also sums between the copies of the model; otherwise only inside each copy,
+    where the sums of several micro-batches add up to the next all-reduce. No-op for a model that is not sharded:
+    `collectives.all_reduce_gradients` averages its gradients.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
+        model.set_requires_all_reduce(on and all_reduce)
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         # The effect of FSDP1's no_sync, which is a context manager and would have to span forward and backward.
         unit._sync_gradients = on  # type: ignore[assignment]
@@ -210,9 +213,9 @@ def global_grad_norm(model: nn.Module, replicated: Iterable[nn.Parameter] = ()) 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply all gradients in place by a factor, which is equal on all ranks."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            _local(parameter.grad).mul_(factor)
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)  # on GPUs one kernel for many tensors
 
 
 def _shard_group(gradient: DTensor) -> ProcessGroup | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -24,13 +23,14 @@ from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives, sharding
 from vembed.distributed.batch_norms import share_batch_norms
-from vembed.distributed.devices import choose_device, enable_expandable_segments, matmul_precision
+from vembed.distributed.devices import choose_device, enable_expandable_segments
 from vembed.distributed.environment import RankInfo, read_rank_info
 from vembed.distributed.estimate import GIB
 from vembed.distributed.memory import keep_freed_memory
 from vembed.distributed.network import default_interface, interface_to, is_loopback_by_name, machine_name
 from vembed.distributed.placement import Placement, memory_of_a_process, place
-from vembed.errors import UserError
+from vembed.errors import Stopped, UserError
+from vembed.models.adapters import leave_casts_to_autocast
 
 log = logging.getLogger("vembed")
 
@@ -66,6 +66,9 @@ class Session:
         not fit in memory. The sum is the same."""
         self.keeps_gathered = False
         """FSDP2: parameters stay gathered between the micro-batches of a step, because they fit in memory."""
+        self.all_reduces_once = False
+        """HYBRID_SHARD where gradients are reduced after every micro-batch: inside each machine only, and between the
+        machines once per step."""
         self._exits = exits
 
     @property
@@ -102,10 +105,15 @@ class Session:
         if self.fsdp is not None:
             self._choose_reduction(model)
             self._choose_gathering(model)
-            return sharding.shard(model, self.accelerator, self.fsdp, layer_classes, one_reads=self._one_reads)
+            model = sharding.shard(model, self.accelerator, self.fsdp, layer_classes, one_reads=self._one_reads)
+            if self.placement.is_hybrid and self.reduces_each_micro_batch:
+                self.all_reduces_once = sharding.all_reduces_once(model, self.fsdp)
+            return model
         # evaluation_mode gives device placement and autocast without DDP. DDP's reducer runs in one backward pass and
         # would miss towers that are not part of the last micro-batch; all_reduce_gradients runs once per step instead.
         model = self.accelerator.prepare_model(model, evaluation_mode=True)
+        if self.placement.computes_in_half:
+            leave_casts_to_autocast(model)
         collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
         return model
 
@@ -125,7 +133,8 @@ class Session:
     ) -> None:
         if isinstance(error, Exception) and self.world_size > 1:
             error.add_note(f"rank {self.rank} of {self.world_size}")
-        self.close()
+        failed = isinstance(error, Exception) and not isinstance(error, UserError | Stopped)
+        self._exits.leave(waits=not failed)
 
     def _choose_reduction(self, model: nn.Module) -> None:
         """Set `reduces_each_micro_batch`. Without a reduction, every rank holds unsharded gradients between
@@ -156,22 +165,17 @@ class Session:
 
 
 class _Exits:
-    """Cleanup of a session: contexts, process group, Accelerate's state and environment."""
+    """Cleanup of a session: process group, Accelerate's state and environment."""
 
     def __init__(self) -> None:
         self.environment = {name: os.environ.get(name) for name in _CHANGED_VARIABLES}
         self.owns_group = not dist.is_initialized()  # Accelerate starts one too, for one process under torchrun
-        self._opened = ExitStack()
 
-    def open(self, context: AbstractContextManager[None]) -> None:
-        """Enter a context for the lifetime of the session."""
-        self._opened.enter_context(context)
-
-    def leave(self) -> None:
-        """Destroy the group that this session started, and restore settings and environment."""
-        self._opened.close()
+    def leave(self, *, waits: bool = True) -> None:
+        """Destroy the group that this session started, and restore settings and environment. `waits`: for the work
+        that is under way; after a failure its kernels may wait for another rank for ever, so that they are aborted."""
         if self.owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+            collectives.end_group(waits=waits)
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         for name, value in self.environment.items():
@@ -210,8 +214,6 @@ def start_session(source: ResolvedRun | TrainConfig) -> Session:
             _join(run, rank_info, device)
         _log_environment(rank_info)
         _log_placement(placement)
-        if device.type == "cuda" and placement.computes_in_half:
-            exits.open(matmul_precision("high"))
         accelerator = _make_accelerator(placement)
     except BaseException:
         exits.leave()
@@ -222,8 +224,6 @@ def start_session(source: ResolvedRun | TrainConfig) -> Session:
 def _log_placement(placement: Placement) -> None:
     run, decisions = placement.run, placement.decisions
     log.info("device: %s; mixed precision: %s", placement.device, decisions["mixed precision"])
-    if placement.device.type == "cuda" and placement.computes_in_half:
-        log.info("float32 matrix products use TF32 (except in the loss)")
     for name in ("strategy", "gradient checkpointing"):
         log.info("%s: %s", name, decisions[name])
     told = run.fsdp_notes if placement.fsdp is not None or (run.fsdp is None and placement.ranks.world_size > 1) else ()

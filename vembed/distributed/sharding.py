@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from vembed.distributed import collectives
 from vembed.distributed.parameters import unify_model_dtype_for_fsdp
 from vembed.errors import UserError
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.quantized import is_quantized
 
 if TYPE_CHECKING:
@@ -110,34 +111,55 @@ def shard(
     synchronise the weights, then wrap. `one_reads`: only rank 0 holds the weights and sends the others their shards.
     """
     unify_model_dtype_for_fsdp(model, fsdp.version)
-    units = choose_units(model, fsdp, layer_classes)
+    wide = _float32_units(model, accelerator)
+    units = [unit for unit in choose_units(model, fsdp, layer_classes) if unit not in wide]
     described = describe_units(units)
+    if wide:
+        described += "; projections and head compute in float32"
     names = {module: name for name, module in model.named_modules()}
     log.debug("units: %s", ", ".join(f"{names[unit]} ({type(unit).__name__})" for unit in units))
     if not one_reads:
         collectives.sync_from_rank0(dict(model.named_parameters()))
     if fsdp.version == 1:
-        wrapped = _shard_by_fsdp1(model, accelerator, units)
+        wrapped = _shard_by_fsdp1(model, accelerator, units, wide)
     else:
-        wrapped = _shard_by_fsdp2(model, accelerator, fsdp, units, one_reads=one_reads)
+        wrapped = _shard_by_fsdp2(model, accelerator, fsdp, units, wide, one_reads=one_reads)
     log.info("FSDP%d: %s", fsdp.version, described)
     return wrapped
 
 
-def _shard_by_fsdp1(model: nn.Module, accelerator: Accelerator, units: Sequence[nn.Module]) -> nn.Module:
+def _float32_units(model: nn.Module, accelerator: Accelerator) -> list[nn.Module]:
+    """Return the modules that must be units of their own, because a unit that computes in 16 bits would gather their
+    weights in 16 bits: without sharding they compute in float32."""
+    policy: MixedPrecision | MixedPrecisionPolicy | None = accelerator.state.fsdp_plugin.mixed_precision_policy
+    is_narrow = policy is not None and policy.param_dtype in (torch.bfloat16, torch.float16)
+    return model.float32_parts() if is_narrow and isinstance(model, EmbeddingModel) else []
+
+
+def _shard_by_fsdp1(
+    model: nn.Module, accelerator: Accelerator, units: Sequence[nn.Module], wide: Sequence[nn.Module]
+) -> nn.Module:
     plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
     if not plugin.use_orig_params and any(not parameter.requires_grad for parameter in model.parameters()):
         log.info("FSDP1: use_orig_params is on, since frozen and trainable parameters share units")
         plugin.use_orig_params = True
     plugin.ignored_modules = _unsharded(model)
-    chosen = set(units)
+    chosen = {*units, *wide}
+    for unit in wide:
+        unit._wrap_overrides = {"mixed_precision": None}  # type: ignore[assignment]  # read by FSDP1's wrapping
     plugin.auto_wrap_policy = partial(lambda_auto_wrap_policy, lambda_fn=chosen.__contains__)
     wrapped: nn.Module = accelerator.prepare_model(model)
     return wrapped
 
 
 def _shard_by_fsdp2(
-    model: nn.Module, accelerator: Accelerator, fsdp: FsdpConfig, units: Sequence[nn.Module], *, one_reads: bool
+    model: nn.Module,
+    accelerator: Accelerator,
+    fsdp: FsdpConfig,
+    units: Sequence[nn.Module],
+    wide: Sequence[nn.Module],
+    *,
+    one_reads: bool,
 ) -> nn.Module:
     plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
     if one_reads and any(is_quantized(module) for module in model.modules()):
@@ -152,14 +174,15 @@ def _shard_by_fsdp2(
         )
     # Accelerate chooses modules by class only, so embeddings and large modules are wrapped before, by the same call.
     # `units` lists inner modules first: fully_shard must see a child before its parent.
-    for unit in units:
+    policy: MixedPrecisionPolicy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    for unit in [*wide, *units]:
         unit.register_forward_hook(_without_views)  # before FSDP's own hook, which warns about views
-        if type(unit).__name__ not in (plugin.transformer_cls_names_to_wrap or ()):
+        if unit in wide or type(unit).__name__ not in (plugin.transformer_cls_names_to_wrap or ()):
             fully_shard(
                 unit,
                 mesh=_mesh(accelerator),
                 reshard_after_forward=plugin.reshard_after_forward,
-                mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+                mp_policy=replace(policy, param_dtype=None) if unit in wide else policy,
                 offload_policy=plugin.cpu_offload,
             )
     # Accelerate prepares an FSDP2 model only together with an optimizer, whose parameters it replaces by DTensors. The
@@ -167,7 +190,7 @@ def _shard_by_fsdp2(
     stand_in = torch.optim.SGD([next(model.parameters())], lr=0.0)
     accelerator.prepare(model, stand_in)
     accelerator._optimizers.clear()
-    assert all(isinstance(unit, FSDPModule) for unit in units)
+    assert all(isinstance(unit, FSDPModule) for unit in [*wide, *units])
     if fsdp.output_dtype != "float32":
         # Of the model's output, not of every unit's: a layer would get its input in a dtype that it does not expect.
         assert isinstance(model, FSDPModule)
@@ -183,6 +206,20 @@ def _shard_by_fsdp2(
         for unit, following in itertools.pairwise(wrapped):
             unit.set_modules_to_forward_prefetch([following])
     return model
+
+
+def all_reduces_once(model: nn.Module, fsdp: FsdpConfig) -> bool:
+    """Prepare HYBRID_SHARD for one all-reduce per step where gradients are reduced after every micro-batch; return
+    whether it is possible.
+
+    FSDP2 adds a unit's reduced gradients of several micro-batches up as one flat tensor, so all micro-batches must
+    reduce the same parameters. The root unit, and units by size, may hold parameters of several towers, of which a
+    micro-batch uses one: those it leaves out count as zero.
+    """
+    if not isinstance(model, FSDPModule) or torch.__version__ < "2.13":
+        return False
+    model.set_reduce_scatter_unused_params(True, recurse=fsdp.wrap_policy == "SIZE_BASED_WRAP")
+    return True
 
 
 def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:

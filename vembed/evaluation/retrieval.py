@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vembed.distributed import collectives
+from vembed.distributed.devices import matmul_precision
 from vembed.distributed.session import Session
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
@@ -137,7 +138,8 @@ def top_k(
         documents = torch.from_numpy(documents_ND[start : start + DOCUMENT_TILE]).to(device)
         for turn in range(num_turns):
             if turn < len(tiles):
-                scores = tiles[turn] @ documents.T
+                with matmul_precision("highest"):  # in TF32, documents less than 1e-3 apart would change places
+                    scores = tiles[turn] @ documents.T
                 if excluded is not None:
                     _leave_out(scores, excluded[turn * QUERY_TILE :][: len(scores)] - start)
                 joined = torch.cat([best[turn], _best_keys(scores, k_kept, start)], dim=1)

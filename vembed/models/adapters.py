@@ -75,6 +75,16 @@ def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> No
     )
 
 
+def leave_casts_to_autocast(model: nn.Module) -> None:
+    """Hand adapted layers' inputs to the adapters as they are, for a model whose forward runs under autocast.
+
+    Otherwise peft widens the input of each adapted layer to float32, for dropout, and autocast narrows it again.
+    """
+    for module in model.modules():
+        if "cast_input_dtype_enabled" in vars(module):
+            module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+
+
 def _lasting_name(model_name: str) -> str:
     """Return the base model's name for the adapter's files. A folder's path is made absolute."""
     path = Path(model_name).expanduser()

@@ -72,10 +72,8 @@ class EmbeddingModel(nn.Module):
             features = tower_features(self.description, self.backbone, modality, inputs)
         if not features_only:
             features = project(self.description, self.backbone, modality, features)
-            if self.head is not None and self._projects:
-                features = self.head(features)
-            elif self.head is not None:
-                features = self.head.without_last(features)
+            if self.head is not None:
+                features = self.head(features, skips_last=not self._projects)
         wide = _wide(features)
         return wide.clone() if wide is features else wide  # FSDP wants no views of what is inside
 
@@ -104,6 +102,12 @@ class EmbeddingModel(nn.Module):
         if not takes_image_features(self.backbone):
             return None
         return 4 * self.description.hidden_dim * num_image_features(self.backbone)
+
+    def float32_parts(self) -> list[nn.Module]:
+        """Modules behind the pooling, projections and head, which compute in float32 in every precision: they are
+        small, and what they give is the embedding."""
+        names = dict.fromkeys(self.description.traits.projections.values())
+        return [*map(self.backbone.get_submodule, names), *([] if self.head is None else [self.head])]
 
     def packs_texts(self) -> bool:
         """True if texts go through the model without their padding."""
@@ -188,6 +192,9 @@ def build_model(
     if not wants_adapters(config):  # which keep out of frozen parts, and freeze all others themselves
         freeze_parts(backbone, description.traits, config.freeze)
         cast_frozen_towers(config, description, backbone)
+    if not config.pure_dtype:
+        for part in model.float32_parts():
+            part.float()  # also frozen ones, whose file may hold 16 bits
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"freeze: {config.freeze} leaves nothing of {config.model_name} to train; freeze less of it")
     if computes_on.type == "cpu":

@@ -54,17 +54,10 @@ class Head(nn.Sequential):
         """The MRL projection of this run, or None."""
         return cast(Dense, self[-1]) if self._has_added else None
 
-    def forward(self, vectors: Tensor) -> Tensor:
-        """Map [n, hidden_dim] to [n, embedding_dim]."""
-        return self._run(vectors, len(self))
-
-    def without_last(self, vectors: Tensor) -> Tensor:
-        """Return the input of the last module."""
-        return self._run(vectors, len(self) - 1)
-
-    def _run(self, vectors: Tensor, count: int) -> Tensor:
+    def forward(self, vectors: Tensor, *, skips_last: bool = False) -> Tensor:
+        """Map [n, hidden_dim] to [n, embedding_dim], or to the input of the last module."""
         with torch.autocast(vectors.device.type, enabled=False):
-            for module in list(self)[:count]:
+            for module in list(self)[: len(self) - skips_last]:
                 vectors = module(vectors)
         return vectors
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -149,7 +149,9 @@ def attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window if sliding_window is not None and sliding_window < packed.longest else None
     query, key, value = (one[0].transpose(0, 1) for one in (query, key, value))  # [tokens, heads, size of a head]
-    if query.device.type == "cuda":
+    narrow = half_dtype(query, key, value)
+    if query.device.type == "cuda" and narrow is not None:
+        query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
         output = _by_kernel(query, key, value, packed, dropout, scaling, causal, window)
     else:
         own = dropout > 0.0 and key.shape[1] == query.shape[1]
@@ -158,6 +160,27 @@ def attention(
         pieces = cut(tuple(packed.starts.tolist()), per_head, causal, window)
         output = (cpu_kernels.dropped_attention if own else _by_sdpa)(query, key, value, pieces, dropout, scaling)
     return output[None], None
+
+
+def half_dtype(*given: Tensor) -> torch.dtype | None:
+    """Return the 16-bit dtype in which attention of these tensors runs; None: in float32, which no kernel computes.
+
+    Autocast leaves rotary positions and norms in float32 beside values in 16 bits. Without autocast its dtype on GPUs
+    is float16, so it is asked for only where it is on.
+    """
+    narrow = [one.dtype for one in given if one.dtype in (torch.bfloat16, torch.float16)]
+    if narrow:
+        return narrow[-1]
+    device = given[0].device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+@cache
+def _varlen_groups() -> bool:
+    """Return True if torch's kernel takes fewer heads of keys than of queries."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _by_kernel(
@@ -174,10 +197,6 @@ def _by_kernel(
     # A window of w tokens includes the token itself; -1 means unlimited.
     left = -1 if window is None else window - 1
     sides = (left, 0 if causal else left)
-    if value.dtype == torch.float32:  # autocast leaves rotary positions and norms in float32; kernels need 16 bits
-        narrow = torch.get_autocast_dtype("cuda")
-        query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
-    query, key = query.to(value.dtype), key.to(value.dtype)
     starts, longest = packed.starts, packed.longest
     if is_flash_attn_2_available():
         from flash_attn import flash_attn_varlen_func
@@ -191,7 +210,7 @@ def _by_kernel(
 
     grouped: dict[str, Any] = {}
     if query.shape[1] > key.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        if _varlen_groups():
             grouped["enable_gqa"] = True
         else:
             times = query.shape[1] // key.shape[1]

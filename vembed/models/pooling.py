@@ -17,7 +17,8 @@ def pool(pooling: Pooling, hidden: Tensor, mask: Tensor | None) -> Tensor:
     """
     if hidden.dtype in (torch.bfloat16, torch.float16):
         hidden = hidden.float()
-    return _POOLINGS[pooling](hidden, mask)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _POOLINGS[pooling](hidden, mask)
 
 
 def _cls(hidden: Tensor, mask: Tensor | None) -> Tensor:
@@ -37,16 +38,19 @@ def _last(hidden: Tensor, mask: Tensor | None) -> Tensor:
 def _mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return hidden.mean(dim=1)
-    weight = mask.to(hidden.dtype)
-    return torch.einsum("nt,ntd->nd", weight, hidden) / weight.sum(dim=1, keepdim=True)
+    return _weighted(hidden, mask.to(hidden.dtype))
+
+
+def _weighted(hidden: Tensor, weight: Tensor) -> Tensor:
+    # Not a matrix product: on GPUs that is computed in TF32, forward and backward, with the mantissa of float16.
+    return (hidden * weight.unsqueeze(-1)).sum(dim=1) / weight.sum(dim=1, keepdim=True)
 
 
 def _weighted_mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mean with weight k for the k-th real token."""
     if mask is None:
         mask = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-    weight = (mask.cumsum(dim=1) * mask).to(hidden.dtype)
-    return torch.einsum("nt,ntd->nd", weight, hidden) / weight.sum(dim=1, keepdim=True)
+    return _weighted(hidden, (mask.cumsum(dim=1) * mask).to(hidden.dtype))
 
 
 def _max(hidden: Tensor, mask: Tensor | None) -> Tensor:

@@ -285,14 +285,15 @@ class ContrastiveStep:
         feed = None if batch.keeps_graphs else batch.inputs.feed(batch.micro_batches)
         for number, micro_batch in enumerate(batch.micro_batches):
             self._synchronise_gradients(batch.synchronises(number))
-            # From the last backward on, the units reshard again.
-            self._keep_gathered(not batch.synchronises(number))
             if feed is None:
                 # Dropping the reference frees each graph as soon as its backward is done.
                 outputs, batch.outputs[number] = batch.outputs[number], []
             else:
                 # The seed is a function of the number, so this replay draws the dropout masks of `encode`.
                 outputs = self._forward(next(feed), batch.number, number)
+            # From the last backward on, the units reshard again. Not before its forward: it would reshard as well, and
+            # every unit would be gathered a second time.
+            self._keep_gathered(not batch.synchronises(number))
             pairs = [
                 # A dummy gets a zero gradient: it adds nothing, but its backward takes part in the ranks' collectives.
                 (output, gradient[row_index(rows, gradient.device)] if rows else torch.zeros_like(output))
@@ -313,7 +314,8 @@ class ContrastiveStep:
 
     def _synchronise_gradients(self, is_last: bool) -> None:
         """Let FSDP reduce gradients in this backward pass. Other micro-batches only add to the local gradient."""
-        set_gradient_sync(self.model, is_last or self.session.reduces_each_micro_batch)
+        all_reduce = is_last or not self.session.all_reduces_once
+        set_gradient_sync(self.model, is_last or self.session.reduces_each_micro_batch, all_reduce=all_reduce)
 
     def _keep_gathered(self, on: bool) -> None:
         if self.session.fsdp is not None and self.session.keeps_gathered:

@@ -22,6 +22,8 @@ log = logging.getLogger("vembed")
 
 COLLAPSED = 0.99
 """Mean cosine between inputs above which embeddings no longer distinguish them."""
+SMALLEST_LOSS = 1e-6
+"""Below it a gradient of 0 is that of a loss that has nothing left to separate, in float32."""
 STILL_STEPS = 200
 """Number of steps after which a loss still in its initial range causes a warning."""
 STILL_RANGE = 0.001
@@ -53,6 +55,7 @@ class Watch(Hook):
         `parts`: this rank's part of each global batch of the step, and whether its embeddings are finite.
         `broken_weights`: not one embedding of this rank is finite."""
         if outcome.applied:
+            self._trains(step, outcome)
             return True
         if outcome.is_overflow:
             log.info("step %d: float16 overflow, gradient scale halved, step skipped", step)
@@ -75,6 +78,15 @@ class Watch(Hook):
             raise RunError(f"{what}. Lower learning_rate or max_grad_norm{advice}{skip}; {self._kept()}")
         log.warning("%s; step skipped (on_nonfinite: skip)", what)
         return False
+
+    def _trains(self, step: int, outcome: Outcome) -> None:
+        """Raise RunError where a loss has no gradient at all: the run would go on and change nothing."""
+        if outcome.grad_norm == 0.0 and abs(outcome.loss) > SMALLEST_LOSS:
+            raise RunError(
+                f"step {step}: the loss is {outcome.loss:g} and the gradient norm exactly 0, so nothing is trained: "
+                "either all embeddings are the same, or no gradient reaches the weights; check pooling, freeze and "
+                f"learning_rate (mean cosines are in metrics.jsonl); {self._kept()}"
+            )
 
     def on_step(self, report: StepReport) -> None:
         """Stop the run at a non-finite step, or log it."""
