@@ -17,7 +17,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from vembed.errors import UserError
+from vembed.families.model_settings import LIBRARY_ERRORS, check_config, check_fit, first_sentence
 from vembed.families.table import Family, Pooling
+from vembed.families.weight_files import read_tensors
 
 ENCODER_ONLY = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
 """Encoder-decoder types of which only the encoder is used."""
@@ -44,15 +46,16 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
     """Read a model's config.json with Transformers. Raise UserError if it cannot be used."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; give the folder of a Transformers model")
+    check_config(folder / "config.json", len(read_tensors(folder)) or None)
     try:
         return cast(PretrainedConfig, AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
-    except (ValueError, OSError) as error:
+    except LIBRARY_ERRORS as error:
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"{folder} needs Python code of its own, and trust_remote_code is false; set "
                 "trust_remote_code: true if you trust this code"
             ) from error
-        raise UserError(_first_sentence(f"{folder / 'config.json'} cannot be used: {error}")) from error
+        raise UserError(f"{folder / 'config.json'} cannot be used: {first_sentence(error)}") from error
 
 
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> type[PreTrainedModel]:
@@ -103,12 +106,21 @@ def image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[Pooling, str]
     return "cls", "the image's class token, by family"
 
 
-def shape_of(config: PretrainedConfig, family: Family, *, trust_remote_code: bool) -> Shape:
-    """Return sizes and layer classes, read from a model on the meta device."""
-    with torch.device("meta"):
-        model = model_class(config, trust_remote_code=trust_remote_code)(config)
+def shape_of(folder: Path, config: PretrainedConfig, family: Family, *, trust_remote_code: bool) -> Shape:
+    """Return sizes and layer classes, read from a model on the meta device. Raise UserError unless the headers of the
+    folder's weights fit it."""
+    chosen = model_class(config, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model = chosen(config)
+        hidden_dim = _hidden_dim(config, family)
+    except LIBRARY_ERRORS as error:
+        raise UserError(
+            f"{folder / 'config.json'} makes no {chosen.__name__}: {first_sentence(error)}; copy the model again"
+        ) from error
+    check_fit(folder, model, config.to_dict(), str(model.base_model_prefix))
     return Shape(
-        hidden_dim=_hidden_dim(config, family),
+        hidden_dim=hidden_dim,
         layer_classes=tuple(sorted({type(layer).__name__ for layer in layers_of(model)})),
         has_class_token=any(name.rsplit(".", 1)[-1] in _CLASS_TOKENS for name, _ in model.named_parameters()),
     )
@@ -164,7 +176,3 @@ def file_dtype(config: PretrainedConfig) -> torch.dtype:
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
-
-
-def _first_sentence(text: str) -> str:
-    return " ".join(text.split()).split(". ", 1)[0]

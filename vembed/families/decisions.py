@@ -12,8 +12,8 @@ from vembed.families import backbones
 from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.families.facts import Facts, gather, is_causal, max_length, padding_side, prompts
 from vembed.families.model_files import model_folder
+from vembed.families.model_settings import read_dense
 from vembed.families.table import FAMILIES, Evidence, Family, Pooling, recognised_by
-from vembed.families.weight_files import read_object
 
 SMALLEST_MRL_DIM = 64
 
@@ -22,7 +22,7 @@ def describe(config: TrainConfig) -> ModelDescription:
     """Return the description of `config.model_name` for this run, with the reason for each decision."""
     facts = gather(config)
     family = _family(facts)
-    shape = backbones.shape_of(facts.model_config, family, trust_remote_code=config.trust_remote_code)
+    shape = backbones.shape_of(facts.backbone, facts.model_config, family, trust_remote_code=config.trust_remote_code)
     bidirectional = _bidirectional(facts, family)
     pooling = _pooling(facts, family, shape, causal=is_causal(facts, family) and not bidirectional)
     query_prompt, document_prompt = prompts(facts)
@@ -151,7 +151,9 @@ def _image_tower(facts: Facts) -> _ImageTower:
             f"image_model_name: {folder} is of the type {config.model_type}, which is not an image encoder; "
             "give one such as a ViT, DINOv2 or ConvNeXt"
         )
-    shape = backbones.shape_of(config, _recognised("pixel_input"), trust_remote_code=facts.config.trust_remote_code)
+    shape = backbones.shape_of(
+        folder, config, _recognised("pixel_input"), trust_remote_code=facts.config.trust_remote_code
+    )
     pooling, reason = backbones.image_pooling(config, shape)
     facts.reasons["image_pooling"] = reason
     return _ImageTower(str(folder), shape.hidden_dim, pooling, shape.layer_classes)
@@ -254,10 +256,10 @@ def _own_pooling(facts: Facts, family: Family, shape: backbones.Shape, *, causal
 def _embedding_dim_before_mrl(facts: Facts, hidden_dim: int) -> int:
     size = hidden_dim
     for folder in facts.files.dense if facts.files is not None else ():
-        settings = read_object(folder / "config.json") or {}
-        if settings.get("in_features") != size:
-            raise UserError(f"{folder}: a Dense module for {settings.get('in_features')} inputs follows {size} outputs")
-        size = int(settings["out_features"])
+        settings = read_dense(folder)
+        if settings.in_features != size:
+            raise UserError(f"{folder}: a Dense module for {settings.in_features} inputs follows {size} outputs")
+        size = settings.out_features
     if size != hidden_dim:
         facts.reasons["embedding_dim"] = "the model's own Dense modules"
     return size

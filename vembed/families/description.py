@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from vembed.config.entries import FamilyName
+from vembed.errors import UserError
+from vembed.families.model_settings import check_inside, first_problem
 from vembed.families.table import FAMILIES, Family, Modality, Pooling
 
 DESCRIPTION_FILE = "vembed.json"
@@ -81,7 +85,9 @@ class ModelDescription:
     @classmethod
     def from_dict(cls, values: dict[str, Any], folder: str | Path = ".") -> ModelDescription:
         """Return the description that `to_dict` saved in `folder`."""
+        path = Path(folder, DESCRIPTION_FILE)
         values = _with_modalities(values)
+        _check_saved(path, values)
         changed: dict[str, Any] = {
             key: tuple(values[key]) for key in ("modalities", "layer_classes", "mrl_dims") if key in values
         }
@@ -103,6 +109,24 @@ class ModelDescription:
     def with_(self, **changes: Any) -> ModelDescription:
         """Return a copy with some fields changed."""
         return replace(self, **changes)
+
+
+def _check_saved(path: Path, values: dict[str, Any]) -> None:
+    """Raise UserError unless saved values are those of a description, with places inside of its folder."""
+    unknown = sorted(values.keys() - {one.name for one in fields(ModelDescription)})
+    if unknown:
+        raise UserError(f"{path}: {unknown[0]!r} is no field of a description; it is of another version of vembed")
+    try:
+        TypeAdapter(ModelDescription).validate_python(values)
+    except ValidationError as error:
+        raise UserError(f"{path}: {first_problem(error)}") from error
+    for name, value in values.items():
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(one, int) and not isinstance(one, bool) and one < 1 for one in numbers):
+            raise UserError(f"{path}: {name} is {value}, and a positive number is needed")
+    for name in ("source", "image_source"):
+        if values.get(name) is not None:
+            check_inside(path, name, values[name])
 
 
 def _with_modalities(values: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from vembed.errors import UserError
 from vembed.families import backbones
 from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.families.model_files import SentenceTransformersFiles, read_model
+from vembed.families.model_settings import TokenizerSettings, read_settings
 from vembed.families.table import Family
 from vembed.families.weight_files import read_object
 
@@ -58,7 +59,8 @@ class Facts:
 
     def of_tokenizer(self, name: str) -> Any:
         """Return a setting of the tokenizer; None if it is not set."""
-        return (read_object(self.backbone / "tokenizer_config.json") or {}).get(name)
+        settings = read_settings(self.backbone / "tokenizer_config.json", TokenizerSettings) or TokenizerSettings()
+        return dict(settings).get(name)
 
 
 def gather(config: TrainConfig) -> Facts:

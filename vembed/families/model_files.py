@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -18,12 +17,20 @@ from huggingface_hub.errors import (
 
 from vembed.config.places import is_hub_model
 from vembed.errors import UserError
+from vembed.families.model_settings import (
+    AdapterSettings,
+    ModelSettings,
+    ModuleSettings,
+    PoolingSettings,
+    TextSettings,
+    read_modules,
+    read_settings,
+)
 from vembed.families.weight_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     check_weight_files,
     check_whole_weights,
-    read_json,
     read_object,
 )
 
@@ -127,33 +134,35 @@ class SentenceTransformersFiles:
 
 def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None:
     """Read the Sentence Transformers files of a folder; None if it has none."""
-    modules = read_json(folder / "modules.json")
+    modules = read_modules(folder)
     if modules is None:
         return None
     poolings: tuple[str, ...] = ()
     dense: list[Path] = []
     backbone, include_prompt, normalize = folder, True, False
     for position, module in enumerate(modules):
-        kind = str(module["type"]).rsplit(".", 1)[-1]
-        path = folder / str(module["path"])
+        kind = module.type.rsplit(".", 1)[-1]
+        path = folder / module.path
         known = kind in ("Transformer", "CLIPModel", "TwoTowers") and not _is_own_code(module)
         if position == 0 and (known or (_is_own_code(module) and _reads_chats(path))):
             backbone = path if (path / "config.json").is_file() else folder
         elif kind == "Pooling":
-            settings = read_object(path / "config.json") or {}
-            poolings, include_prompt = _poolings(settings), bool(settings.get("include_prompt", True))
+            settings = read_settings(path / "config.json", PoolingSettings)
+            if settings is None:
+                raise UserError(f"{path} has no config.json, although modules.json names it as a Pooling module")
+            poolings, include_prompt = _poolings(settings), settings.include_prompt
         elif kind == "Dense":
             dense.append(path)
         elif kind == "Normalize":
             normalize = True
         elif kind != "Dropout" or _is_own_code(module):
             raise UserError(
-                f"{folder / 'modules.json'}: unsupported module type {module['type']} "
+                f"{folder / 'modules.json'}: unsupported module type {module.type} "
                 "(supported: Transformer, CLIPModel, Pooling, Dense and Normalize)"
             )
-    values = read_object(folder / "config_sentence_transformers.json") or {}
-    prompts = {str(name): str(text) for name, text in (values.get("prompts") or {}).items() if text is not None}
-    default_name = values.get("default_prompt_name")
+    values = read_settings(folder / "config_sentence_transformers.json", ModelSettings) or ModelSettings()
+    prompts = {name: text for name, text in (values.prompts or {}).items() if text is not None}
+    default_name = values.default_prompt_name
     return SentenceTransformersFiles(
         backbone=backbone,
         poolings=poolings,
@@ -163,17 +172,17 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
         max_length=_max_length(backbone),
         prompts=prompts,
         default_prompt=prompts.get(default_name) if default_name is not None else None,
-        similarity=values.get("similarity_fn_name"),
-        truncate_dim=values.get("truncate_dim"),
+        similarity=values.similarity_fn_name,
+        truncate_dim=values.truncate_dim,
     )
 
 
 def _max_length(backbone: Path) -> int | None:
     """Read the maximum length from sentence_bert_config.json; older versions named the file after other models."""
     for path in sorted(backbone.glob("sentence_*_config.json")):
-        length = (read_object(path) or {}).get("max_seq_length")
-        if length is not None:
-            return int(length)
+        settings = read_settings(path, TextSettings)
+        if settings is not None and settings.max_seq_length is not None:
+            return settings.max_seq_length
     return None
 
 
@@ -196,18 +205,29 @@ def read_model(name: str, revision: str | None = None) -> ModelFiles:
     files = read_sentence_transformers(folder)
     backbone = folder if files is None else files.backbone
     check_weight_files(backbone)
-    settings = read_object(backbone / ADAPTER_CONFIG)
-    if settings is None or any(path.name != ADAPTER_WEIGHTS for path in backbone.glob("*.safetensors")):
+    if not _is_adapter(backbone):
         return ModelFiles(folder, backbone, None, files)
-    base = read_model(settings["base_model_name_or_path"], settings.get("revision"))
+    settings = read_settings(backbone / ADAPTER_CONFIG, AdapterSettings)
+    assert settings is not None
+    below = model_folder(settings.base_model_name_or_path, settings.revision)
+    if _is_adapter(below):
+        raise UserError(f"{folder} is an adapter on top of another adapter, {below}; merge that one first")
+    base = read_model(settings.base_model_name_or_path, settings.revision)
     if base.adapter is not None:
         raise UserError(f"{folder} is an adapter on top of another adapter, {base.folder}; merge that one first")
     return ModelFiles(folder, base.backbone, backbone, files or base.sentence_transformers)
 
 
-def _is_own_code(module: dict[str, Any]) -> bool:
+def _is_adapter(folder: Path) -> bool:
+    """Return True if a folder holds an adapter and no weights of a whole model."""
+    return (folder / ADAPTER_CONFIG).is_file() and all(
+        path.name == ADAPTER_WEIGHTS for path in folder.glob("*.safetensors")
+    )
+
+
+def _is_own_code(module: ModuleSettings) -> bool:
     """Return True if a module is custom Python code in the folder."""
-    return not str(module["type"]).startswith(("sentence_transformers.", "vembed."))
+    return not module.type.startswith(("sentence_transformers.", "vembed."))
 
 
 def _reads_chats(folder: Path) -> bool:
@@ -218,10 +238,10 @@ def _reads_chats(folder: Path) -> bool:
     return "vision_config" in (read_object(folder / "config.json") or {})
 
 
-def _poolings(settings: dict[str, Any]) -> tuple[str, ...]:
+def _poolings(settings: PoolingSettings) -> tuple[str, ...]:
     """Return the poolings. Old files have one flag per pooling, new files a name or a list of names."""
-    modes = settings.get("pooling_mode")
+    modes, flags = settings.pooling_mode, settings.model_extra or {}
     if modes is None:
-        return tuple(name for flag, name in _POOLING_FLAGS.items() if settings.get(flag)) or ("mean",)
-    names = [modes] if isinstance(modes, str) else list(modes)
+        return tuple(name for flag, name in _POOLING_FLAGS.items() if flags.get(flag)) or ("mean",)
+    names = [modes] if isinstance(modes, str) else modes
     return tuple(_POOLING_NAMES.get(name, name) for name in names)

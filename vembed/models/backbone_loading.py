@@ -10,12 +10,14 @@ from typing import Any, Literal, cast
 
 import torch
 from accelerate import init_empty_weights
+from safetensors import SafetensorError
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from vembed.errors import UserError
 from vembed.families.backbones import ENCODER_ONLY, file_dtype, model_class
+from vembed.families.model_settings import LIBRARY_ERRORS, first_sentence
 from vembed.families.weight_files import check_whole_weights
 
 log = logging.getLogger(__name__)
@@ -66,17 +68,22 @@ def load_backbone(
         with init_empty_weights(include_buffers=False), _default_dtype(resolved):
             return chosen._from_config(config, dtype=resolved, attn_implementation=attn_implementation)
     check_whole_weights(folder)
-    with quiet_transformers():
-        model, info = chosen.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            quantization_config=quantization,
-            device_map=None if quantization is None else {"": device},
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+    try:
+        with quiet_transformers():
+            model, info = chosen.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                quantization_config=quantization,
+                device_map=None if quantization is None else {"": device},
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except (*LIBRARY_ERRORS, SafetensorError) as error:
+        raise UserError(f"the weights of {folder} cannot be loaded: {first_sentence(error)}") from error
     _check_loading(folder, model, info)
     return cast(PreTrainedModel, model)
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vembed.errors import UserError
-from vembed.families.weight_files import read_object
+from vembed.families.model_settings import read_dense
 
 IDENTITY = "torch.nn.modules.linear.Identity"
 
@@ -66,25 +66,22 @@ def _activation(path: str) -> nn.Module:
     kind = vars(nn).get(path.rsplit(".", 1)[-1])
     if not path.startswith("torch.nn") or not isinstance(kind, type) or not issubclass(kind, nn.Module):
         raise UserError(f"the activation {path} of a Dense module is not a module of torch.nn")
-    return kind()
+    try:
+        return kind()
+    except TypeError as error:  # a layer with sizes of its own
+        raise UserError(f"the activation {path} of a Dense module is not an activation: {error}") from error
 
 
 def load_dense(folder: Path) -> Dense:
     """Load a Dense module saved by Sentence Transformers."""
-    settings = read_object(folder / "config.json")
-    if settings is None:
-        raise UserError(f"{folder} has no config.json, although modules.json names it as a Dense module")
-    if settings.get("use_residual") or settings.get("module_input_name", "sentence_embedding") != "sentence_embedding":
-        raise UserError(f"{folder}: vembed does not support Dense modules with a residual or on single tokens")
+    settings = read_dense(folder)
     dense = Dense(
-        settings["in_features"],
-        settings["out_features"],
-        bias=settings.get("bias", True),
-        activation=settings.get("activation_function") or IDENTITY,
+        settings.in_features,
+        settings.out_features,
+        bias=settings.bias,
+        activation=settings.activation_function or IDENTITY,
     )
     weights = folder / "model.safetensors"
-    if not weights.is_file():
-        raise UserError(f"{folder} has no model.safetensors; vembed reads no pickled weights")
     dense.load_state_dict({name: tensor.float() for name, tensor in load_file(weights).items()})
     return dense
 

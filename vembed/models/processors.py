@@ -14,6 +14,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerB
 
 from vembed.errors import UserError
 from vembed.families.description import IMAGE_TOWER_FOLDER, ModelDescription
+from vembed.families.model_settings import LIBRARY_ERRORS, first_sentence
 from vembed.families.weight_files import read_object
 
 PROCESSOR_FILES = (
@@ -45,8 +46,12 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
             model_max_length=description.max_length,
             padding_side=description.padding_side,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"the tokenizer of {source} cannot be loaded: {_first_line(error)}") from error
+    except Exception as error:
+        # The tokenizers library raises plain Exception for files that it cannot use.
+        if type(error) is not Exception and not isinstance(error, LIBRARY_ERRORS):
+            raise
+        raise UserError(f"the tokenizer of {source} cannot be loaded: {first_sentence(error)}") from error
+    _check_vocabulary(Path(source), tokenizer)
     if description.traits.has_fixed_length:
         # SigLIP was trained without an attention mask; this keeps other programs from creating one.
         tokenizer.model_input_names = ["input_ids"]
@@ -61,13 +66,27 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _check_vocabulary(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if tokens have numbers beyond the rows of the embedding matrix. Added tokens may never occur."""
+    settings = read_object(folder / "config.json") or {}
+    text = settings.get("text_config")
+    size = (text if isinstance(text, dict) else settings).get("vocab_size")
+    added = tokenizer.get_added_vocab()
+    largest = max((number for token, number in tokenizer.get_vocab().items() if token not in added), default=0)
+    if isinstance(size, int) and largest >= size:
+        raise UserError(
+            f"the tokenizer of {folder} has tokens up to number {largest:,d}, and config.json has vocab_size "
+            f"{size:,d}: one of the two is of another model; copy the model again"
+        )
+
+
 def load_image_processor(description: ModelDescription) -> Any:
     """Return the model's image processor with the description's limits on the image area."""
     source = description.image_source or description.source
     try:
         processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=description.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"the image processor of {source} cannot be loaded: {_first_line(error)}") from error
+    except LIBRARY_ERRORS as error:
+        raise UserError(f"the image processor of {source} cannot be loaded: {first_sentence(error)}") from error
     if description.traits.reads_chats:
         processor.size = {
             "shortest_edge": description.min_pixels or processor.size["shortest_edge"],
@@ -161,7 +180,3 @@ def _add_lowercase(tokenizer: Any) -> None:
         steps = [normalizer[at] for at in range(len(normalizer))]
     if not any(isinstance(step, Lowercase) for step in steps):
         tokenizer.backend_tokenizer.normalizer = NormalizerSequence([Lowercase(), *steps])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
