@@ -249,3 +249,24 @@ def test_addresses_are_fetched_when_needed(server: str) -> None:
     assert load_image(ImageRef(path=f"{server}/good.png")).size == (24, 16)
     with pytest.raises(UserError, match=r"image http.*gone\.png cannot be fetched: .*404"):
         load_image(ImageRef(path=f"{server}/gone.png"))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_damage_inside_of_an_image_is_seen_by_the_check(tmp_path: Path, kind: str) -> None:
+    """The beginning and the end are whole: only decoding shows it. What passes the check can be decoded later."""
+    draw = np.random.default_rng(0)
+    data = bytearray(encode(Image.fromarray(draw.integers(0, 256, (64, 64, 3), np.uint8)), kind))
+    if kind == "PNG":  # one chunk of pixels with the right checksum, and nonsense in it
+        chunk = b"IDAT" + zlib.compress(b"\x09" * 64)
+        cut = data.index(b"IDAT") - 4
+        whole = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        data[cut : data.index(b"IEND") - 4] = whole
+    else:
+        middle = len(data) // 2
+        data[middle : middle + 60] = b"\xff\xc4" * 30
+    path = tmp_path / f"a.{kind.lower()}"
+    path.write_bytes(data)
+    with pytest.raises(UserError):
+        load_image(ImageRef(path=str(path)))
+    with pytest.raises(BadRecord, match="is broken or cannot be read"):
+        check_image(ImageRef(path=str(path)))

@@ -54,6 +54,11 @@ def test_conversations_that_mean_nothing(messages: Any, images: Any, reason: str
         read(record)
     with pytest.raises(BadRecord, match="positive_messages has 1 conversations, and positive_images 2 lists"):
         read({"messages": [said("q")], "positive_messages": [[said("p")]], "positive_images": [["a"], ["b"]]})
+    for value in (5, "text", {"role": "user", "content": "p"}, True):
+        with pytest.raises(BadRecord, match=r"positive_messages is .*, and a list of messages is needed"):
+            read({"messages": [said("q")], "positive_messages": value})
+    with pytest.raises(BadRecord, match="positive_images is 5, and a list of images is needed"):
+        read({"messages": [said("q")], "positive_messages": [[said("p")]], "positive_images": 5})
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,10 @@ def as_fields(record: dict[str, Any]) -> dict[str, Any]:
         if field == "query":
             fields[field] = _item(conversations, images, name)
             continue
+        if not isinstance(conversations, list):
+            raise BadRecord(f"{name} is {conversations!r:.60}, and a list of messages is needed")
+        if not isinstance(images, list | None):
+            raise BadRecord(f"{images_name} is {images!r:.60}, and a list of images is needed")
         if conversations and isinstance(conversations[0], dict):  # one conversation instead of a list of them
             conversations, images = [conversations], None if images is None else [images]
         images = images or [None] * len(conversations)
