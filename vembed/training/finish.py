@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import logging
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
+import torch
+from PIL import Image
 from safetensors import SafetensorError
+from torch import Tensor
 
 from vembed.config.schema import TrainConfig
+from vembed.data.examples import ImageRef, Item
+from vembed.distributed import collectives
 from vembed.distributed.parameters import full_state_dict, num_parameters
 from vembed.distributed.session import Session
 from vembed.errors import RunError
 from vembed.evaluation.scores import deciding_metric
+from vembed.inference.encoding import encode_items
 from vembed.models.precision import saved_dtype
 from vembed.report.summary import RunSummary, collect_versions
 from vembed.saving.card import Card
@@ -36,12 +45,42 @@ def save_final(config: TrainConfig, session: Session, data: RunData, parts: RunM
         ) from error
 
 
+def check_embeddings(config: TrainConfig, session: Session, parts: RunModel) -> None:
+    """Raise RunError if the model gives embeddings that are not finite: `final/` is not replaced by it. Collective."""
+    family = parts.embedder.description.traits
+    items = [Item("a text of a few words"), Item("another")] if family.reads_text else []
+    if family.has_image_encoder or not items:
+        with io.BytesIO() as file:
+            Image.linear_gradient("L").convert("RGB").save(file, "PNG")
+            items.append(Item(images=(ImageRef(data=file.getvalue()),)))
+    vectors = encode_items(parts.model, parts.featuriser, items, "document", session=session, normalize=False)
+    if not np.isfinite(vectors).all():
+        raise RunError(f"final/ is not written: the trained model's embeddings are not finite; {_way_out(config)}")
+
+
+def _check_weights(config: TrainConfig, weights: Mapping[str, Tensor]) -> None:
+    """Raise RunError if a weight is not finite. Each value of a process's weights is looked at once."""
+    broken = next(
+        (name for name, one in weights.items() if one.is_floating_point() and not bool(torch.isfinite(one).all())), None
+    )
+    named = next((one for one in collectives.gather_objects_as_json(broken) if one is not None), None)
+    if named is not None:
+        raise RunError(f"final/ is not written: the trained weights of {named} are not finite; " + _way_out(config))
+
+
+def _way_out(config: TrainConfig) -> str:
+    kept = [path.name for _, path in list_checkpoints(Path(config.output_dir))]
+    newest = f"resume from an earlier checkpoint ({kept[-1]} is the newest)" if kept else "train again"
+    return f"lower learning_rate (now {config.learning_rate:g}) or max_grad_norm, and {newest}"
+
+
 def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel, state: LoopState) -> Path:
     output = Path(config.output_dir)
     directory = output / "final"
     embedder, evaluation = parts.embedder, data.evaluation
     # Collective: every rank contributes its shards.
     weights = full_state_dict(parts.model)
+    _check_weights(config, weights)
     num_total, num_trained = num_parameters(parts.model), num_parameters(parts.model, trainable_only=True)
     if session.is_main:
         learned = parts.loss.scale_and_bias()

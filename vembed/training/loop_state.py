@@ -17,6 +17,8 @@ class LoopState:
     """Number of optimizer steps taken."""
     num_skipped: int = 0
     """Number of steps skipped because of non-finite values."""
+    skipped_in_a_row: int = 0
+    """Number of the last steps that were skipped, float16 overflows aside."""
     best: float | None = None
     best_step: int | None = None
     best_scores: dict[str, float] = field(default_factory=dict)

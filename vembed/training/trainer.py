@@ -31,7 +31,7 @@ from vembed.training.checkpoint import Checkpointer
 from vembed.training.configured import configured_hooks
 from vembed.training.console import SetupLines
 from vembed.training.diagnostics import Diagnostics, log_line
-from vembed.training.finish import save_final
+from vembed.training.finish import check_embeddings, save_final
 from vembed.training.frozen import log_use
 from vembed.training.hooks import Evaluation, Hook, Hooks, StepReport
 from vembed.training.interrupts import EvaluationStopped, Interrupts
@@ -180,8 +180,9 @@ class Trainer:
                 self.evaluate()
             if stops:
                 raise self.stopped()
-            # After the evaluation, so that the checkpoint holds its scores.
-            if _is_due(state.step, config.save_steps):
+            # After the evaluation, so that the checkpoint holds its scores. Not in a row of skipped steps: weights that
+            # may be broken would take the place of good ones.
+            if _is_due(state.step, config.save_steps) and not state.skipped_in_a_row:
                 self.save()
         self.evaluate()
 
@@ -272,6 +273,7 @@ class Trainer:
             state.scores, state.scored_step = scores, chosen
         fsdp_print_memory_usage("after the last step")
         with self.hooks.evaluation_weights():
+            check_embeddings(config, self.session, parts)
             model_dir = save_final(config, self.session, self.data, parts, state)
         return TrainResult(
             model_dir=model_dir,
@@ -299,6 +301,10 @@ class Trainer:
             report.outcome = self.update.apply(report.loss_share)
         state.step += 1
         state.num_skipped += not report.outcome.applied
+        if report.outcome.applied:
+            state.skipped_in_a_row = 0
+        elif not report.outcome.is_overflow:
+            state.skipped_in_a_row += 1
         state.seconds = self.clock.seconds()
 
     def _shrink_budget(self) -> None:

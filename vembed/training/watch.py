@@ -16,6 +16,7 @@ from vembed.distributed import collectives
 from vembed.errors import RunError
 from vembed.training.hooks import Hook, Run, StepReport
 from vembed.training.integrity import list_checkpoints
+from vembed.training.loop_state import LoopState
 from vembed.training.update import Outcome
 
 log = logging.getLogger("vembed")
@@ -27,6 +28,8 @@ SMALLEST_LOSS = 1e-6
 STILL_STEPS = 200
 """Number of steps after which a loss still in its initial range causes a warning."""
 STILL_RANGE = 0.001
+MOST_SKIPPED = 10
+"""Steps in a row that `on_nonfinite: skip` skips before the run ends."""
 MAX_NAMED = 5
 
 
@@ -41,19 +44,27 @@ class Watch(Hook):
         self.highest = -math.inf
         self.num_seen = 0
         self.precision = "no"
+        self.loop: LoopState | None = None
         self.output = Path(config.output_dir)
         self.learning_rate = config.learning_rate
 
     def on_start(self, run: Run) -> None:
-        """Take the precision, which decides the advice."""
+        """Take the precision, which decides the advice, and the state, which counts the skipped steps."""
         self.precision = run.session.mixed_precision
+        self.loop = run.state
 
     def finite(
-        self, step: int, outcome: Outcome, parts: Sequence[tuple[RankBatch, Tensor]], *, broken_weights: bool = False
+        self,
+        step: int,
+        outcome: Outcome,
+        parts: Sequence[tuple[RankBatch, Tensor]],
+        *,
+        broken_weights: bool = False,
+        in_a_row: int = 1,
     ) -> bool:
         """Return whether the step counted. A non-finite step stops the run or is logged, the same on every rank.
         `parts`: this rank's part of each global batch of the step, and whether its embeddings are finite.
-        `broken_weights`: not one embedding of this rank is finite."""
+        `broken_weights`: not one embedding of this rank is finite. `in_a_row`: skipped steps with this one."""
         if outcome.applied:
             self._trains(step, outcome)
             return True
@@ -77,6 +88,12 @@ class Watch(Hook):
             skip = "" if broken_weights else ", or set on_nonfinite: skip to skip such steps"
             raise RunError(f"{what}. Lower learning_rate or max_grad_norm{advice}{skip}; {self._kept()}")
         log.warning("%s; step skipped (on_nonfinite: skip)", what)
+        if in_a_row >= MOST_SKIPPED:
+            raise RunError(
+                f"{in_a_row} steps in a row were skipped (on_nonfinite: skip), the last one {step}, so the weights no "
+                f"longer change: lower learning_rate or max_grad_norm, or mend the examples that the log names; "
+                f"{self._kept()}"
+            )
         return False
 
     def _trains(self, step: int, outcome: Outcome) -> None:
@@ -92,7 +109,8 @@ class Watch(Hook):
         """Stop the run at a non-finite step, or log it."""
         parts = [(rank_batch, result.is_finite) for rank_batch, result in report.batches]
         is_broken = not report.outcome.applied and not bool(torch.isfinite(report.embeddings).all(dim=1).any())
-        self.finite(report.step, report.outcome, parts, broken_weights=is_broken)
+        in_a_row = 0 if self.loop is None else self.loop.skipped_in_a_row
+        self.finite(report.step, report.outcome, parts, broken_weights=is_broken, in_a_row=in_a_row)
 
     def figures(self, report: StepReport) -> dict[str, float]:
         """Return the mean cosine between this rank's inputs, and log warnings."""

@@ -1,0 +1,51 @@
+"""Values that are not finite: on_nonfinite: skip gives up, good checkpoints stay, and final/ is not replaced."""
+
+import pytest
+import torch
+
+import vembed
+from tests.training.test_run import metrics, settings
+from vembed.errors import RunError
+from vembed.training.hooks import Hook
+from vembed.training.watch import MOST_SKIPPED
+
+
+class Breaks(Hook):
+    """Sets a weight to NaN after a step, or before final/ is written."""
+
+    def __init__(self, after=None, name="embeddings.word_embeddings"):
+        self.after, self.part, self.weight = after, name, None
+
+    def on_start(self, run):
+        self.weight = next(one for name, one in run.parts.model.named_parameters() if self.part in name)
+
+    def _break(self):
+        with torch.no_grad():
+            self.weight.fill_(torch.nan)
+
+    def on_step(self, report):
+        if report.step == self.after:
+            self._break()
+
+    def on_finish(self, run):
+        if self.after is None:
+            self._break()
+
+
+def test_skipping_gives_up_and_keeps_what_was_saved_before(tmp_path, caplog):
+    options = settings(tmp_path, max_steps=60, save_steps=1, save_total_limit=2, on_nonfinite="skip")
+    with pytest.raises(RunError, match=rf"^{MOST_SKIPPED} steps in a row were skipped .*checkpoint-4 is untouched"):
+        vembed.train(options, hooks=[Breaks(after=4)])
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+    assert not (tmp_path / "run" / "final").exists()
+    assert len(metrics(tmp_path / "run")) <= 4 + MOST_SKIPPED
+
+
+@pytest.mark.parametrize("part", ["embeddings.word_embeddings", "embeddings.position_embeddings"])
+def test_a_model_whose_weights_are_not_finite_does_not_replace_final(tmp_path, part):
+    options = settings(tmp_path, max_steps=2, eval_steps=None)
+    result = vembed.train(options)
+    before = (result.model_dir / "model.safetensors").read_bytes()
+    with pytest.raises(RunError, match=r"final/ is not written: .* not finite; lower learning_rate \(now 0\.002\)"):
+        vembed.train({**options, "overwrite": True}, hooks=[Breaks(name=part)])
+    assert (result.model_dir / "model.safetensors").read_bytes() == before
