@@ -100,7 +100,7 @@ def adapter_alone(settings):
 
 
 SAVED = {
-    "family": "bert", "source": ".", "embedding_dim": 12, "hidden_dim": 32, "pooling": "mean", "modalities": ["text"],
+    "family": "text_encoder", "source": ".", "embedding_dim": 12, "hidden_dim": 32, "pooling": "mean", "modalities": ["text"],
     "layer_classes": ["BertLayer"], "max_length": 64,
 }  # fmt: skip
 
@@ -209,8 +209,8 @@ def test_a_broken_folder_is_one_sentence_before_weights_are_read(folder, name, m
     began = time.monotonic()
     with pytest.raises(UserError) as caught:
         vembed.Embedder(folder)
-    assert (says in str(caught.value) and str(folder.parent) in str(caught.value)) or "activation" in says + name
-    assert "\n" not in str(caught.value)
+    said = str(caught.value)
+    assert says in said and str(folder) in said and "\n" not in said
     assert time.monotonic() - began < 10
 
 

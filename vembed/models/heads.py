@@ -75,6 +75,10 @@ def _activation(path: str) -> nn.Module:
 def load_dense(folder: Path) -> Dense:
     """Load a Dense module saved by Sentence Transformers."""
     settings = read_dense(folder)
+    try:
+        _activation(settings.activation_function or IDENTITY)
+    except UserError as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from error
     dense = Dense(
         settings.in_features,
         settings.out_features,
