@@ -100,8 +100,8 @@ def adapter_alone(settings):
 
 
 SAVED = {
-    "family": "text_encoder", "source": ".", "embedding_dim": 12, "hidden_dim": 32, "pooling": "mean", "modalities": ["text"],
-    "layer_classes": ["BertLayer"], "max_length": 64,
+    "family": "text_encoder", "source": ".", "embedding_dim": 12, "hidden_dim": 32, "pooling": "mean",
+    "modalities": ["text"], "layer_classes": ["BertLayer"], "max_length": 64,
 }  # fmt: skip
 
 
@@ -181,7 +181,7 @@ BROKEN = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no .safetensors file"),
     "an adapter without a base": (adapter_alone({"r": 4}), "adapter_config.json: base_model_name_or_path"),
     "a description of another version": (saved(mood="good"), "vembed.json: 'mood' is no field"),
-    "a description of an unknown family": (saved(family="martian"), "vembed.json: family"),
+    "a description of an unknown family": (saved(family="martian"), "vembed.json: family 'martian' is none of"),
     "a description that leads out": (saved(image_source="../../x"), "vembed.json: image_source '../../x' leads out"),
     "a description of a negative length": (saved(max_length=-1), "vembed.json: max_length is -1"),
     "a tokenizer that is no JSON": (text("tokenizer.json", "{"), "the tokenizer of"),

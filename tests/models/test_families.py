@@ -245,7 +245,7 @@ def test_folders_that_are_no_models_are_said(tmp_path):
     with pytest.raises(UserError, match="cannot be used"):
         describe(TrainConfig(model_name=str(tmp_path), data_path=[]))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be used"):
+    with pytest.raises(UserError, match="not valid JSON"):
         describe(TrainConfig(model_name=str(tmp_path), data_path=[]))
     tiny.write_json(tmp_path / "config.json", {"model_type": "bart"})
     with pytest.raises(UserError, match="encoder-decoder"):

@@ -18,6 +18,8 @@ MAX_BYTES = 300_000
 """Largest config file in bytes."""
 MAX_VALUES = 5_000
 """Most values after the expansion of anchors; protects against YAML bombs."""
+MAX_FAILED = 20
+"""Keys that may be looked for through the whole text in vain; later ones get the line of their table."""
 MAX_DEPTH = 40
 
 CORE_TAGS = ("str", "int", "float", "bool", "null", "seq", "map")
@@ -186,6 +188,12 @@ class _YamlTree:
 
 def parse_toml(text: str, name: str) -> Node:
     """The tree of TOML text."""
+    # Before parsing: tomllib's time grows with the square of the parts of a dotted key.
+    for piece in re.split(r"[=\n,{}\[\]]", text):
+        if piece.count(".") > MAX_DEPTH and sum(map(bool, map(str.strip, piece.split(".")))) > MAX_DEPTH:
+            raise UserError(f"{name}: a dotted key has more than {MAX_DEPTH} parts.")
+    if len(re.findall(r"^[^#\n=]+=", text, re.MULTILINE)) > MAX_VALUES:
+        raise UserError(f"{name}: more than {MAX_VALUES:,d} values, or nested deeper than {MAX_DEPTH} levels.")
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -232,8 +240,10 @@ def _located(data: Any, text: str, name: str, pattern: str) -> Node:
     if not isinstance(data, dict) or not data:
         raise UserError(f"{name}: {'has no options' if isinstance(data, dict) else 'must hold keys with values'}.")
     budget = iter(range(MAX_VALUES))
+    failed = 0
 
     def convert(value: Any, start: int, depth: int) -> Node:
+        nonlocal failed
         line = text.count("\n", 0, start) + 1
         if next(budget, None) is None or depth > MAX_DEPTH:
             raise UserError(f"{name}: more than {MAX_VALUES:,d} values, or nested deeper than {MAX_DEPTH} levels.")
@@ -243,7 +253,10 @@ def _located(data: Any, text: str, name: str, pattern: str) -> Node:
         position = start
         for key, inner in value.items():
             search = re.compile(pattern.format(key=re.escape(str(key))), re.MULTILINE).search
-            match = search(text, position) or search(text, start)
+            match = None
+            if failed < MAX_FAILED:
+                match = search(text, position) or search(text, start)
+                failed += match is None
             position = match.end() - 1 if match else start
             found[str(key)] = convert(inner, position, depth + 1)
         return Node(found, line)

@@ -7,6 +7,7 @@ from pathlib import PurePath
 
 from vembed.config.contradictions import contradictions
 from vembed.config.loss_rules import LOSS_RULES, loss_remarks
+from vembed.config.own_files import data_are_kept, log_file_is_another, names_are_text
 from vembed.config.schema import TrainConfig
 from vembed.config.violation import Rule, Violation, word
 from vembed.errors import UserError
@@ -301,6 +302,9 @@ RULES: tuple[Rule, ...] = (
     _metric_is_computed,
     _profiled_steps,
     _log_file_inside,
+    log_file_is_another,
+    data_are_kept,
+    names_are_text,
 )
 
 

@@ -27,12 +27,18 @@ Encode = Callable[[Sequence[str]], list[list[int]]]
 """Function from texts to token ids."""
 
 
+CHARACTERS_PER_TOKEN = 64
+"""Texts of more characters than this times `max_length` are cut at a space before they are tokenised."""
+
+
 class TextProcessing:
     """Tokeniser of plain texts, with special tokens and truncation at max_length."""
 
     def __init__(self, description: ModelDescription) -> None:
         tokenizer = load_tokenizer(description)
         self._encode = _batch_encoder(tokenizer, max_length=description.max_length)
+        self._max_length = description.max_length
+        self._longest = CHARACTERS_PER_TOKEN * description.max_length
         self._cut_left = tokenizer.truncation_side == "left"
         self._tokenizer = tokenizer
         self._around: tuple[int, int] | None = None
@@ -40,13 +46,29 @@ class TextProcessing:
 
     def encode(self, texts: Sequence[str], limits: Sequence[int | None] = ()) -> list[np.ndarray]:
         """Return the int32 token ids of each text. `limits`: a smaller maximum length for each text."""
-        rows = [np.asarray(ids, dtype=np.int32) for ids in self._encode(texts)]
+        rows = [np.asarray(ids, dtype=np.int32) for ids in self._encoded(texts)]
         if not all(map(len, rows)):
             empty = next(text for text, row in zip(texts, rows, strict=True) if not len(row))
             raise UserError(f"the text {empty!r:.60} becomes no token at all with this model's tokenizer; take it out")
         for position, limit in enumerate(limits):
             if limit is not None and limit < len(rows[position]):
                 rows[position] = self._shorter(rows[position], limit)
+        return rows
+
+    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text. Of a very long one, only as much as fills `max_length` is tokenised."""
+        if self._cut_left or max(map(len, texts), default=0) <= self._longest:
+            return self._encode(texts)
+        length = self._longest
+        rows = self._encode([_beginning(text, length) for text in texts])
+        while unfilled := [
+            number for number, row in enumerate(rows) if len(row) < self._max_length and len(texts[number]) > length
+        ]:
+            length *= 4
+            for number, row in zip(
+                unfilled, self._encode([_beginning(texts[number], length) for number in unfilled]), strict=True
+            ):
+                rows[number] = row
         return rows
 
     def _shorter(self, row: np.ndarray, limit: int) -> np.ndarray:
@@ -91,10 +113,10 @@ class ChatProcessing:
 
         If a text is truncated, the template's last tokens are kept, because the model pools over them.
         """
-        rendered = [self._chat.render(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        rendered, encoded = self._rendered(prompts, texts)
         rows = []
         own = limits or [None] * len(texts)
-        for prompt, text, ids, limit in zip(prompts, rendered, self._encode(rendered), own, strict=True):
+        for prompt, text, ids, limit in zip(prompts, rendered, encoded, own, strict=True):
             self._refuse_placeholders(ids, 0)
             longest = min(limit or self._description.max_length, self._description.max_length)
             row = self._cut(text, ids, longest)
@@ -104,6 +126,18 @@ class ChatProcessing:
                 row[len(row) - keep :] = tail[len(tail) - keep :]
             rows.append(np.asarray(row, dtype=np.int32))
         return rows
+
+    def _rendered(self, prompts: Sequence[str], texts: Sequence[str]) -> tuple[list[str], list[list[int]]]:
+        """Return the conversations and their ids. Of a very long text, only as much as fills `max_length` is used."""
+        length = CHARACTERS_PER_TOKEN * self._description.max_length
+        cut = list(texts) if self._cut_left else [_beginning(text, length) for text in texts]
+        rendered = [self._chat.render(prompt, text) for prompt, text in zip(prompts, cut, strict=True)]
+        encoded = self._encode(rendered)
+        for number, ids in enumerate(encoded):
+            if len(cut[number]) < len(texts[number]) and len(ids) <= self._description.max_length:
+                rendered[number] = self._chat.render(prompts[number], texts[number])
+                encoded[number] = self._encode([rendered[number]])[0]
+        return rendered, encoded
 
     def encode_with_images(
         self, prompts: Sequence[str], texts: Sequence[str | None], images: Sequence[tuple[ImageRef, ...]]
@@ -197,6 +231,14 @@ class Padding:
                 mask[at, place] = 1
         batch = {"input_ids": torch.from_numpy(ids)}
         return batch if mask is None else {**batch, "attention_mask": torch.from_numpy(mask)}
+
+
+def _beginning(text: str, length: int) -> str:
+    """Return about the first `length` characters, up to a space: tokens do not reach over one."""
+    if len(text) <= length:
+        return text
+    end = max(text.rfind(" ", length // 2, length), text.rfind("\n", length // 2, length))
+    return text[: end if end > 0 else length]
 
 
 def _batch_encoder(tokenizer: PreTrainedTokenizerBase, *, max_length: int | None) -> Encode:

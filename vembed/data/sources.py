@@ -27,12 +27,14 @@ from vembed.data.opening import open_reader
 from vembed.data.readers import Reader
 from vembed.data.records import NO_NEGATIVE, RecordFormat
 from vembed.data.tables import Role
+from vembed.data.watched_files import FileStamp
 from vembed.errors import UserError
 
 CACHE_AFTER_SECONDS = 1.0
 """The result of a validation pass that took longer is stored in the cache folder."""
 
 NUM_LOOKED_AT = 20
+_Opened = tuple[Reader, RecordFormat, Index, tuple[FileStamp, ...]]
 _PATH = re.compile(r"\S.*\.(jpe?g|png|webp|gif|bmp|tiff?)", re.IGNORECASE)
 
 
@@ -46,6 +48,8 @@ class _Source:
     size: int
     """Number of examples in use, the first ones of the index."""
     read_as: ReadAs
+    stamps: tuple[FileStamp, ...]
+    """Of its files, before they were read."""
 
     def example(self, number: int) -> Example:
         start, size, line = self.index.starts[number], self.index.sizes[number], self.index.lines[number]
@@ -150,6 +154,11 @@ class ExampleStore:
             counts.append(np.diff(starts))
         return ContentKeys(np.concatenate(values), np.concatenate([[0], np.cumsum(np.concatenate(counts))]))
 
+    def changed_files(self) -> list[str]:
+        """Return a sentence for each file of the data that was changed, replaced or deleted since it was opened."""
+        stamps = {stamp.path: stamp for source in self._sources for stamp in source.stamps}
+        return [change for stamp in stamps.values() if (change := stamp.change()) is not None]
+
     @property
     def kind(self) -> Literal["pairs", "scored"]:
         """Kind of the data. scored: every example has scores."""
@@ -197,22 +206,21 @@ def open_examples(
     _refuse_bad_records(config, opened, role)
     limit = config.max_train_examples if role == "train" else None
     sources = [
-        _Source(source.name or source.path, source.weight, reader, form, index, size, _read_as(source))
-        for source, (reader, form, index), size in zip(
-            given, opened, _sizes([len(index) for _, _, index in opened], limit), strict=True
+        _Source(source.name or source.path, source.weight, reader, form, index, size, _read_as(source), stamps)
+        for source, (reader, form, index, stamps), size in zip(
+            given, opened, _sizes([len(index) for _, _, index, _ in opened], limit), strict=True
         )
     ]
     return ExampleStore(sources, _fingerprint(config, given, sources, role))
 
 
-def _open_source(
-    config: TrainConfig, source: DataSource, role: Role, cache: Path, *, alone: bool
-) -> tuple[Reader, RecordFormat, Index]:
+def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Path, *, alone: bool) -> _Opened:
     mapping = config.column_mapping if source.column_mapping is None else source.column_mapping
     # A mapping for several files need not match each of them; validation data may use vembed's own names.
     may_miss = (not alone or role == "validation") and source.column_mapping is None
     columns = Columns(mapping, may_miss=may_miss)
     reader = open_reader(source.path, columns, role, cache)
+    stamps = tuple(FileStamp.of(path) for path in reader.files())
     images = ImageRoot(config.image_root or str(reader.folder), allow_urls=config.allow_image_urls)
     own = source_config(config, source)
     losses, max_negatives = (losses_of(own), own.max_negatives) if role == "train" else ((), None)
@@ -246,21 +254,21 @@ def _open_source(
             )
         if time.monotonic() - began >= CACHE_AFTER_SECONDS:
             kept.save(index)
-    return reader, form, index
+    return reader, form, index, stamps
 
 
 def _read_as(source: DataSource) -> ReadAs:
     return ReadAs(source.query_prompt, source.document_prompt, source.max_length)
 
 
-def _refuse_bad_records(config: TrainConfig, opened: Sequence[tuple[Reader, RecordFormat, Index]], role: Role) -> None:
-    for reader, _, index in opened:
+def _refuse_bad_records(config: TrainConfig, opened: Sequence[_Opened], role: Role) -> None:
+    for reader, _, index, _ in opened:
         if index.num_bad and not len(index) and NO_NEGATIVE in index.problems[0]:
             raise UserError(
                 f"{reader.name}: none of its {index.num_bad:,d} records has a negative, which loss: triplet needs: add "
                 "negatives, take the source out, or use loss: infonce, which takes the others of the batch"
             )
-    indices = [index for _, _, index in opened]
+    indices = [index for _, _, index, _ in opened]
     num_bad, num_good = sum(index.num_bad for index in indices), sum(map(len, indices))
     problems = [problem for index in indices for problem in index.problems][:NUM_SHOWN]
     if num_bad and (config.on_bad_record == "stop" or not num_good):
@@ -271,7 +279,7 @@ def _refuse_bad_records(config: TrainConfig, opened: Sequence[tuple[Reader, Reco
             f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, {way_out}:\n  "
             + "\n  ".join(joined(problems) + more)
         )
-    for reader, _, index in opened:
+    for reader, _, index, _ in opened:
         if not len(index):
             reason = f"no record that can be used: {index.problems[0]}" if index.problems else "no records"
             raise UserError(f"{reader.name} holds {reason}")

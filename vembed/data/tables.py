@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord
 from vembed.data.messages import listed
-from vembed.data.readers import Found
+from vembed.data.readers import MAX_RECORD, Found
+from vembed.data.watched_files import MappedFiles
 from vembed.errors import UserError
 
 IN_MEMORY = 256 * 2**20
@@ -51,6 +52,7 @@ class ParquetTable(_Rows):
         """`unpacked`: path of the Arrow file, without extension: "<hash of the path>-<hash of the version>"."""
         super().__init__(str(path), path.parent)
         self._path = path
+        self._mapped = MappedFiles([])
         try:
             with pq.ParquetFile(path) as file:
                 names = file.schema_arrow.names
@@ -68,24 +70,27 @@ class ParquetTable(_Rows):
         """Yield all records in order."""
         row = 0
         for batch in self._batches:
+            self._mapped.check()
             yield from _found(batch, row)
             row += batch.num_rows
 
     def read(self, start: int, size: int) -> Any:
         """Return one record again, from the position and size that `scan` yielded."""
+        self._mapped.check()
         number = bisect.bisect_right(self._ends, start)
         first = self._ends[number - 1] if number else 0
         return _values(self._batches[number].slice(start - first, size))[0]
 
     def _unpack(self, file: pq.ParquetFile, names: list[str], unpacked: Path) -> list[pa.RecordBatch]:
-        size = _unpacked_size(file, names)
-        rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES * file.metadata.num_rows // max(1, size)))
-        batches = file.iter_batches(batch_size=rows, columns=names)
+        size, largest = _unpacked_size(file, names), _largest_value(self.name, file, names)
+        rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES * file.metadata.num_rows // max(1, size), IN_MEMORY // largest))
+        batches = _bounded(file.iter_batches(batch_size=rows, columns=names), self.name, 4 * size + IN_MEMORY)
         if size <= IN_MEMORY:
             return list(batches)
         unpacked = unpacked.with_name(f"{unpacked.name}-{zlib.crc32(repr(names).encode()):08x}.arrow")
         if not unpacked.exists():
             self._write(batches, unpacked, size)
+        self._mapped = MappedFiles([unpacked])
         with pa.memory_map(str(unpacked)) as source:
             arrow = pa.ipc.open_file(source)
             return [arrow.get_batch(number) for number in range(arrow.num_record_batches)]
@@ -121,6 +126,7 @@ class DatasetTable(_Rows):
     def __init__(self, name: str, folder: Path, dataset: Any, columns: Columns) -> None:
         super().__init__(name, folder)
         self._files = [Path(entry["filename"]) for entry in dataset.cache_files]
+        self._mapped = MappedFiles(self._files)
         names = dataset.column_names
         _check(name, columns, names)
         self._rows = dataset.select_columns(columns.needed(names)).with_format("arrow")
@@ -133,6 +139,7 @@ class DatasetTable(_Rows):
         """Yield all records in order."""
         row, num_rows = 0, 32
         while row < len(self._rows):
+            self._mapped.check()
             table = self._rows[row : row + num_rows]
             yield from _found(table, row)
             row += table.num_rows
@@ -141,6 +148,7 @@ class DatasetTable(_Rows):
 
     def read(self, start: int, size: int) -> Any:
         """Return one record again, from the position and size that `scan` yielded."""
+        self._mapped.check()
         return _values(self._rows[start : start + size])[0]
 
 
@@ -153,7 +161,8 @@ def open_folder(path: Path, columns: Columns, role: Role) -> DatasetTable:
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
         holds = listed(sorted(entry.name for entry in path.iterdir())) or "nothing"
         raise UserError(
-            f"{path} is a folder, but none that `datasets` has saved; it holds {holds}: name a file"
+            f"{path} is a folder, but none that `datasets` has saved, or a damaged one ({_first_line(error)}); it "
+            f"holds {holds}: name a file"
         ) from error
     return DatasetTable(str(path), path, _one_split(str(path), found, role), columns)
 
@@ -174,8 +183,14 @@ def open_hub(name: str, columns: Columns, role: Role) -> DatasetTable:
 
 
 def _found(rows: pa.RecordBatch | pa.Table, first: int) -> Iterator[Found]:
-    for row, record in enumerate(_values(rows), first):
-        yield row, 1, row + 1, record
+    if rows.nbytes <= MAX_RECORD:
+        for row, record in enumerate(_values(rows), first):
+            yield row, 1, row + 1, record
+        return
+    for number in range(rows.num_rows):
+        one, row = rows.slice(number, 1), first + number
+        is_long = one.nbytes > MAX_RECORD
+        yield row, 1, row + 1, BadRecord(f"a record of more than {MAX_RECORD:,d} bytes") if is_long else _values(one)[0]
 
 
 def _values(rows: pa.RecordBatch | pa.Table) -> list[Any]:
@@ -207,6 +222,38 @@ def _check(name: str, columns: Columns, names: Sequence[str]) -> None:
         columns.check(names)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
+
+
+def _largest_value(name: str, file: pq.ParquetFile, names: list[str]) -> int:
+    """Return how large one value may be where many values are stored once; 1 for files that are hardly compressed.
+
+    Raise UserError if a column unpacks to far more than a file of this size can hold, such as gigabytes of one letter.
+    """
+    largest = 1
+    for group in range(file.metadata.num_row_groups):
+        for number in range(file.metadata.num_columns):
+            column = file.metadata.row_group(group).column(number)
+            if column.path_in_schema.split(".")[0] not in names:
+                continue
+            unpacked, packed = column.total_uncompressed_size, max(column.total_compressed_size, 1)
+            if unpacked > 2 * MAX_RECORD and unpacked > 1000 * packed:
+                raise UserError(
+                    f"{name}: {column.path_in_schema} unpacks from {packed:,d} to {unpacked:,d} bytes, which no texts "
+                    f"or images do; a record has at most {MAX_RECORD:,d} bytes"
+                )
+            if unpacked > 100 * packed:
+                largest = max(largest, unpacked)
+    return largest
+
+
+def _bounded(batches: Iterator[pa.RecordBatch], name: str, most: int) -> Iterator[pa.RecordBatch]:
+    """Yield the batches; raise UserError if their values are many times larger than the file says."""
+    total = 0
+    for batch in batches:
+        total += batch.nbytes
+        if total > most:
+            raise UserError(f"{name}: its records unpack to more than {most:,d} bytes, far more than the file says")
+        yield batch
 
 
 def _unpacked_size(file: pq.ParquetFile, names: list[str]) -> int:

@@ -116,8 +116,10 @@ def _check_saved(path: Path, values: dict[str, Any]) -> None:
     unknown = sorted(values.keys() - {one.name for one in fields(ModelDescription)})
     if unknown:
         raise UserError(f"{path}: {unknown[0]!r} is no field of a description; it is of another version of vembed")
+    if values.get("family") not in FAMILIES:
+        raise UserError(f"{path}: family {values.get('family')!r} is none of {', '.join(FAMILIES)}")
     try:
-        TypeAdapter(ModelDescription).validate_python(values)
+        TypeAdapter(ModelDescription).validate_python({**values, "family": "clip"})  # any: the table was asked above
     except ValidationError as error:
         raise UserError(f"{path}: {first_problem(error)}") from error
     for name, value in values.items():

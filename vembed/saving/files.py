@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "adapter"
 """Subfolder with the adapter that was merged into the saved weights."""
+_OF_A_MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|\d+_[A-Z][a-z]+|adapter(_\w+\.\w+)?")
+"""Names of weights and modules in a model's folder."""
 ADJUSTED_SETTINGS = ("mask_ratio",)
 """Settings of a published config.json that vembed changes for embedding."""
 
@@ -85,6 +88,7 @@ def save_model(
 @contextmanager
 def replaced_folder(target: Path) -> Iterator[Path]:
     """Yield a new folder that replaces `target` when the block ends without an exception."""
+    is_link = target.is_symlink()
     target = target.resolve()
     new, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
     if old.exists() and not target.exists():  # an earlier process was killed between the two renames below
@@ -97,11 +101,29 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
+    if is_link and target.is_dir():
+        _move_into(new, target)
+        return
     # Rename, not copy: at any moment either the old or the new folder is complete under one of the two names.
     if target.exists():
         target.rename(old)
     new.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _move_into(new: Path, target: Path) -> None:
+    """Move a new model into the folder that a link names, which may hold other files: those stay."""
+    wanted = {path.name for path in new.iterdir()}
+    for path in target.iterdir():
+        # Weights and modules of an earlier model would be read with the new one.
+        if path.name not in wanted and _OF_A_MODEL.fullmatch(path.name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in sorted(new.iterdir()):
+        place = target / path.name
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place)
+        path.replace(place)
+    new.rmdir()
 
 
 def _write_backbone(folder: Path, backbone: Any, state: dict[str, Tensor]) -> None:

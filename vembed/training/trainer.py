@@ -30,6 +30,7 @@ from vembed.training.budget import find_budget
 from vembed.training.checkpoint import Checkpointer
 from vembed.training.configured import configured_hooks
 from vembed.training.console import SetupLines
+from vembed.training.data_watch import DataWatch
 from vembed.training.diagnostics import Diagnostics, log_line
 from vembed.training.finish import check_embeddings, save_final
 from vembed.training.frozen import log_use
@@ -101,6 +102,7 @@ class Trainer:
             Profile(config, session.rank, self.data.total_steps),
             Diagnostics(),
             LossesBySource(),
+            DataWatch(),
             StepCurves(),
             QueryRecord(),
             SetupLines(),

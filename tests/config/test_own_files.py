@@ -1,0 +1,72 @@
+"""Names that would harm a run: its own files as log or data, lone surrogates, and files that are slow to parse."""
+
+import os
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from vembed.cli import app
+from vembed.config.loading import load_config
+from vembed.config.parsing import parse_toml
+from vembed.errors import UserError
+
+BASE = {"model_name": "m", "data_path": "d.jsonl"}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "run.json", "report.html", "final", "checkpoint-5"])
+def test_the_log_takes_no_name_of_the_runs_own(name):
+    with pytest.raises(UserError, match=rf"log_file: {name} is a file or folder that the run writes itself"):
+        load_config({**BASE, "log_file": name})
+
+
+@pytest.mark.parametrize("option", ["data_path", "val_data_path"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "training_log.txt", "final/data.jsonl", "checkpoint-3/data.jsonl"])
+def test_data_among_the_runs_own_files_are_refused(tmp_path, option, name):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('{"query": "a", "positive": "b"}\n')
+    with pytest.raises(UserError, match=rf"{option}: .* is in output_dir under a name that the run writes itself"):
+        load_config({**BASE, option: str(path), "output_dir": str(tmp_path / "run")})
+    with pytest.raises(UserError, match=option):
+        load_config({**BASE, option: [{"path": str(path)}], "output_dir": str(tmp_path / "run")})
+
+
+def test_data_of_another_name_in_output_dir_are_kept(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"query": "a", "positive": "b"}\n')
+    load_config({**BASE, "data_path": str(path), "output_dir": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    "more", [{"query_prompt": "a\udcff"}, {"output_dir": os.fsdecode(b"run-\xff")}, {"wandb_tags": ["a", "\ud800"]}]
+)
+def test_a_lone_surrogate_is_refused_at_the_start(more):
+    (name,) = more
+    with pytest.raises(UserError, match=rf"{name}: .* has a lone surrogate at character"):
+        load_config({**BASE, **more})
+
+
+def test_the_command_refuses_with_code_2(tmp_path):
+    cfg = tmp_path / "cfg.yaml"
+    cfg.write_text("model_name: m\ndata_path: d.jsonl\nlog_file: metrics.jsonl\n")
+    result = CliRunner().invoke(app, ["train", str(cfg), "--dry-run"])
+    assert result.exit_code == 2 and "log_file: metrics.jsonl is a file or folder" in " ".join(result.output.split())
+    result = CliRunner().invoke(app, ["config", str(cfg), "log_file=a.txt", "query_prompt=a\udcff"])
+    assert result.exit_code == 2 and "lone surrogate" in result.output
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" + ".a" * 100_000 + " = 1",
+        "[a" + ".a" * 100_000 + "]\nb = 1",
+        "\n".join(f"a.b{number}.c = 1" for number in range(20_000)),
+        "\n".join(f'"a\\u0062{number}".c = 1' for number in range(4_900)),
+    ],
+)
+def test_toml_with_many_dotted_keys_is_refused_soon(text):
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"more than 40 parts|more than 5,000 values"):
+        parse_toml(text, "cfg.toml")
+    assert time.monotonic() - began < 20  # a minute and more without the limits

@@ -1,0 +1,73 @@
+"""Small files that stand for gigabytes, and texts of which a model reads only the beginning."""
+
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests import tiny
+from tests.data.files import open_path
+from vembed.config.schema import TrainConfig
+from vembed.data.processing import TextProcessing
+from vembed.data.readers import MAX_RECORD
+from vembed.errors import UserError
+from vembed.families.decisions import describe
+
+
+def parquet(path, value, count):
+    """A file that stores a value once and names it `count` times."""
+    values = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([value]))
+    pq.write_table(pa.table({"query": values, "positive": ["p"] * count}), path, compression="zstd", store_schema=False)
+    return path
+
+
+def test_a_column_that_unpacks_to_gigabytes_is_refused_by_its_metadata(tmp_path):
+    path = parquet(tmp_path / "a.parquet", "a" * (2 * MAX_RECORD + 1), 1)
+    assert path.stat().st_size < 10_000
+    with pytest.raises(UserError, match=r"query unpacks from .* to 67,1.* bytes, which no texts or images do"):
+        open_path(path)
+
+
+def test_one_value_named_many_times_is_refused_before_memory_is_gone(tmp_path):
+    path = parquet(tmp_path / "a.parquet", "a" * 3_000_000, 1_000)
+    with pytest.raises(UserError, match=r"its records unpack to more than .* bytes, far more than the file says"):
+        open_path(path)
+
+
+def test_the_limit_per_record_holds_for_parquet(tmp_path):
+    draw = np.random.default_rng(0)
+    long = draw.integers(97, 123, MAX_RECORD + 1, np.uint8).tobytes().decode()
+    pq.write_table(pa.table({"query": ["a", long, "b"], "positive": ["p"] * 3}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"1 of 3 records .*\n.*row 2: a record of more than 33,554,432 bytes"):
+        open_path(tmp_path / "a.parquet")
+    assert [one.query.text for one in map(open_path(tmp_path / "a.parquet", on_bad_record="skip").__getitem__, (0, 1))]
+
+
+@pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_xlmr])
+def test_the_beginning_of_a_long_text_gives_the_tokens_of_the_whole(make):
+    description = describe(TrainConfig(model_name=str(tiny.shared(make)), data_path=[], max_length=24))
+    draw = np.random.default_rng(0)
+    words = [str(word) for word in draw.choice(tiny.WORDS, 4_000)]
+    texts = [
+        " ".join(words),
+        " " * 5_000 + " ".join(words[:30]),
+        "x" * 9_000 + " " + " ".join(words),
+        "".join(words),
+        "\n".join(words[:7]),
+    ]
+    cut, whole = TextProcessing(description), TextProcessing(description)
+    whole._longest = 10**9
+    for found, expected in zip(cut.encode(texts), whole.encode(texts), strict=True):
+        assert found.tolist() == expected.tolist()
+
+
+def test_a_text_of_many_megabytes_takes_no_time():
+    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path=[], max_length=24))
+    processing = TextProcessing(description)
+    text = " ".join(tiny.WORDS[:50]) * 80_000
+    assert len(text) > 20_000_000
+    began = time.monotonic()
+    (ids,) = processing.encode([text])
+    assert len(ids) == 24 and time.monotonic() - began < 2
