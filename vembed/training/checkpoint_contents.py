@@ -50,6 +50,7 @@ class LoopSchema(_Schema):
 
     step: Step
     num_skipped: Count
+    skipped_in_a_row: Count
     best: float | None
     best_step: Step | None
     best_scores: Scores
