@@ -25,6 +25,8 @@ STEPS_PER_ROUND = 4
 PATIENCE_SECONDS = 120.0
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-5
+KEY_BIAS_TOLERANCE = 2e-4
+"""The gradient of an attention key's bias is zero in exact arithmetic: what moves it is rounding."""
 
 
 @dataclass
@@ -209,8 +211,12 @@ def compare(whole: Path, broken: Path) -> None:
     assert worst <= LOSS_TOLERANCE, f"losses differ by {worst:.1e}"
     one, two = (load_file(folder / "final" / "model.safetensors") for folder in (whole, broken))
     assert one.keys() == two.keys()
-    off = max(float((one[name] - two[name]).abs().max()) for name in one)
-    assert off <= WEIGHT_TOLERANCE, f"weights differ by {off:.1e}"
+    off = {name: float((one[name] - two[name]).abs().max()) for name in one}
+    for name, difference in off.items():
+        bound = KEY_BIAS_TOLERANCE if name.endswith("key.bias") else WEIGHT_TOLERANCE
+        assert difference <= bound, f"{name} differs by {difference:.1e}"
+    worst_weight = max(difference for name, difference in off.items() if not name.endswith("key.bias"))
+    print(f"losses within {worst:.1e}, weights within {worst_weight:.1e} (key biases {max(off.values()):.1e})")
 
 
 if __name__ == "__main__":
