@@ -62,7 +62,7 @@ def test_what_happened_to_a_file_is_said(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["appended", "replaced", "deleted"])
-def test_a_run_says_it_once_and_goes_on(tmp_path, caplog, name):
+def test_a_run_says_it_once_and_goes_on(tmp_path, name):
     options = settings(tmp_path, max_steps=None, epochs=3, val_data_path=None)
 
     class Changes(Hook):
@@ -71,10 +71,8 @@ def test_a_run_says_it_once_and_goes_on(tmp_path, caplog, name):
                 CHANGES[name][0](tmp_path / "train.jsonl")
 
     vembed.train(options, hooks=[Changes()])
-    assert [one for one in caplog.messages if CHANGES[name][1] in one and "since the run began" in one] == [
-        one for one in caplog.messages if one.startswith(f"{tmp_path / 'train.jsonl'} has")
-    ]
-    assert len([one for one in caplog.messages if one.startswith(f"{tmp_path / 'train.jsonl'} has")]) == 1
+    log = (tmp_path / "run" / "training_log.txt").read_text()
+    assert log.count(f"{tmp_path / 'train.jsonl'} has") == log.count(CHANGES[name][1]) == 1
 
 
 def test_a_truncated_arrow_file_is_a_sentence_and_no_signal(tmp_path):
@@ -87,5 +85,5 @@ def test_a_truncated_arrow_file_is_a_sentence_and_no_signal(tmp_path):
     os.truncate(arrow, 4096)
     with pytest.raises(UserError, match=r"has been truncated from .* to 4,096 bytes since it was opened"):
         store[19_999]
-    with pytest.raises(UserError, match="a damaged one"):
+    with pytest.raises(UserError, match="or it is damaged"):
         open_path(tmp_path / "saved")

@@ -161,8 +161,8 @@ def open_folder(path: Path, columns: Columns, role: Role) -> DatasetTable:
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
         holds = listed(sorted(entry.name for entry in path.iterdir())) or "nothing"
         raise UserError(
-            f"{path} is a folder, but none that `datasets` has saved, or a damaged one ({_first_line(error)}); it "
-            f"holds {holds}: name a file"
+            f"{path} is a folder, but none that `datasets` has saved; it holds {holds}: name a file "
+            f"(or it is damaged: {_first_line(error)})"
         ) from error
     return DatasetTable(str(path), path, _one_split(str(path), found, role), columns)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -119,7 +119,9 @@ def _check_saved(path: Path, values: dict[str, Any]) -> None:
     if values.get("family") not in FAMILIES:
         raise UserError(f"{path}: family {values.get('family')!r} is none of {', '.join(FAMILIES)}")
     try:
-        TypeAdapter(ModelDescription).validate_python({**values, "family": "clip"})  # any: the table was asked above
+        TypeAdapter(ModelDescription).validate_python(
+            {**values, "family": get_args(FamilyName)[0]}
+        )  # any: the table was asked above
     except ValidationError as error:
         raise UserError(f"{path}: {first_problem(error)}") from error
     for name, value in values.items():
