@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vembed.training import checkpoint_contents, integrity
+from vembed.training import checkpoint_schema, integrity
 from vembed.training.checkpoint import latest_good
 
 
@@ -56,7 +56,7 @@ def test_any_damage_to_any_file_is_seen(tmp_path_factory, name, kind, position):
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_the_log_says_why(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(checkpoint_contents, "problems_in", lambda folder: [])  # of a fake, nothing makes sense
+    monkeypatch.setattr(checkpoint_schema, "problems_in", lambda folder: [])  # of a fake, nothing makes sense
     whole = fake_checkpoint(tmp_path, 5)
     damage(fake_checkpoint(tmp_path, 10), "a.safetensors", "truncate", 0.5)
     fake_checkpoint(tmp_path, 15).joinpath(integrity.MANIFEST).unlink()

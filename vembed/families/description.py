@@ -119,9 +119,8 @@ def _check_saved(path: Path, values: dict[str, Any]) -> None:
     if values.get("family") not in FAMILIES:
         raise UserError(f"{path}: family {values.get('family')!r} is none of {', '.join(FAMILIES)}")
     try:
-        TypeAdapter(ModelDescription).validate_python(
-            {**values, "family": get_args(FamilyName)[0]}
-        )  # any: the table was asked above
+        # Any name of the option: the table was asked above, and may have more families.
+        TypeAdapter(ModelDescription).validate_python({**values, "family": get_args(FamilyName)[0]})
     except ValidationError as error:
         raise UserError(f"{path}: {first_problem(error)}") from error
     for name, value in values.items():

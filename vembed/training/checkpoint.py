@@ -39,7 +39,7 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import RunError, UserError
-from vembed.training import checkpoint_contents, integrity
+from vembed.training import checkpoint_schema, integrity
 from vembed.training.finished import NothingLeft, finished_run, forget_finished
 from vembed.training.integrity import ABANDONED, DAMAGED, PARTIAL, STATE, checkpoint_name, list_checkpoints
 from vembed.training.resume import (
@@ -240,7 +240,7 @@ class Checkpointer:
     def verify(self, directory: Path) -> list[str]:
         """Return the problems of a checkpoint. Each rank reads its part of the files. Collective."""
         world = self.session.world_size
-        found = checkpoint_contents.verify(directory, part=self.session.rank, num_parts=world)
+        found = checkpoint_schema.verify(directory, part=self.session.rank, num_parts=world)
         return list(dict.fromkeys(problem for part in collectives.gather_objects_as_json(found) for problem in part))
 
     # ---- during training ---------------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ def latest_good(output_dir: Path) -> Path | None:
     """Return the newest complete checkpoint of a run; log those skipped and why. Not collective: for a single
     process."""
     for _, path in reversed(list_checkpoints(output_dir)):
-        problems = checkpoint_contents.verify(path)
+        problems = checkpoint_schema.verify(path)
         if not problems:
             return path
         log.warning("skipped %s: %s", path, "; ".join(problems))

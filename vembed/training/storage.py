@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 from typing_extensions import override
 
-from vembed.training.checkpoint_contents import INDEX
+from vembed.training.checkpoint_schema import INDEX
 from vembed.training.integrity import STATE, commit, write_durably
 
 FILE_BYTES = 256 * 2**20

@@ -19,7 +19,7 @@ from vembed.losses.build import build_loss
 from vembed.models.embedding_model import build_model, load_embedder
 from vembed.models.precision import saved_dtype
 from vembed.saving.files import save_model
-from vembed.training import checkpoint_contents, integrity
+from vembed.training import checkpoint_schema, integrity
 from vembed.training.checkpoint import read_state
 from vembed.training.state import quieten_torch, restore
 from vembed.training.storage import CheckpointReader
@@ -56,7 +56,7 @@ def whole_model(name: str, folder: Path) -> Path | None:
 
 
 def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
-    problems = checkpoint_contents.verify(checkpoint)
+    problems = checkpoint_schema.verify(checkpoint)
     if problems:
         raise UserError(f"{checkpoint} is damaged ({problems[0]}); leave it out")
     saved = read_state(checkpoint)

@@ -13,7 +13,7 @@ from tests.training.test_checkpoint import starting
 from vembed.errors import UserError
 from vembed.training import integrity
 from vembed.training.checkpoint import latest_good
-from vembed.training.checkpoint_contents import CODES, LoopSchema, ScaleSchema
+from vembed.training.checkpoint_schema import CODES, LoopSchema, ScaleSchema
 from vembed.training.loop_state import LoopState
 from vembed.training.update import GradientScale
 
