@@ -234,9 +234,7 @@ def _check_size(path: Path, name: str, value: Any, most: int | None) -> None:
             raise UserError(f"{path}: {name} is {size!r:.60}, and a positive whole number is needed")
     total = sum(size for size in sizes if size is not None)
     if most is not None and total > most:
-        raise UserError(
-            f"{path}: {name} is {total:,d}, and the weights beside it cannot be those of more than {most:,d}"
-        )
+        raise UserError(f"{path}: {name} is {total:,d}, more than the weights beside it can have (at most {most:,d})")
 
 
 def _check_dtype(path: Path, name: str, value: Any) -> None:
