@@ -50,10 +50,13 @@ def test_plan_counts_parameters_and_divides_them() -> None:
 def test_plan_reads_the_options_of_the_batch() -> None:
     size = measure(placed().run.config)
     assert placed(2, global_batch_size=16).rows == 8
-    one_row = placed(gradient_cache_chunk_size=1).predict(size)
-    assert one_row.activations == pytest.approx(placed(micro_batch_tokens=size.max_length).predict(size).activations)
+    one_row = placed(gradient_cache_chunk_size=1, use_gradient_cache=True).predict(size)
+    same = placed(micro_batch_tokens=size.max_length, use_gradient_cache=True).predict(size)
+    assert one_row.activations == pytest.approx(same.activations)
     whole = placed(use_gradient_cache=False, batch_size=64).predict(size)
     assert whole.activations == pytest.approx(128 * one_row.activations)
+    kept = placed(batch_size=64)
+    assert kept.predict(size) == whole and "so that Gradient Cache is off" in kept.graphs(size), "its graphs fit"
     with pytest.raises(UserError, match="cannot be divided among 3 processes"):
         placed(3, global_batch_size=16)
 

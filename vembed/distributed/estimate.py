@@ -26,6 +26,8 @@ WORKING_BYTES = 64 * 2**20
 """Tiles of the loss and other small buffers."""
 CPU_MICRO_BATCH_TOKENS = 4096
 """On CPUs larger micro-batches are not faster, and their activations fall out of the caches."""
+SMALL_MICRO_BATCH_TOKENS = 4096
+"""A micro-batch of so many tokens keeps a GPU busy."""
 CPU_MEMORY_SHARE = 0.25
 """Share of the free host memory that graphs may take, over all processes of the machine."""
 CUDA_MEMORY_SHARE = 0.80
@@ -75,6 +77,16 @@ class Memory:
         return self.states + self.gathered + self.activations + self.loss
 
 
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Bytes that one process needs in a step, estimated from the model's shapes or measured on the model."""
+
+    fixed: float
+    """Weights, whole gradients, optimizer state, gathered parameters, and the loss."""
+    per_token: float
+    """For each token whose graph is there."""
+
+
 def measure(config: TrainConfig) -> ModelSize:
     """Measure the model of a config without its weights: its files' settings are read, and it is built empty."""
     with _quiet():
@@ -116,14 +128,13 @@ def bytes_per_token(size: ModelSize, *, compute_bytes: int, recomputes: bool) ->
     return per_layer + compute_bytes * float(size.hidden * size.num_layers)  # one layer at a time, and its inputs
 
 
-def largest_micro_batch(free: float, per_token: float, longest: int) -> int:
-    """Return the padded tokens of the largest micro-batch that `free` bytes of a GPU hold, forward and backward."""
-    return max(int(free // (2 * max(per_token, 1.0))), longest)
+def tokens_that_fit(limit: float, demand: Demand, longest: int) -> tuple[int, int]:
+    """Return the padded tokens of a micro-batch and those whose graphs may be kept at once, within `limit` bytes.
 
-
-def tokens_kept(free: float, per_token: float) -> int:
-    """Return the padded tokens whose graphs `free` bytes hold."""
-    return int(free // max(per_token, 1.0))
+    A micro-batch takes half of what is free: more would not be faster, and what a step needs varies with its texts.
+    """
+    free = max(limit - demand.fixed, 0.0) / max(demand.per_token, 1.0)
+    return max(int(free / 2), longest), int(free)
 
 
 def optimizer_bytes(config: TrainConfig, size: ModelSize) -> float:

@@ -181,6 +181,27 @@ def forget_forward(model: nn.Module) -> None:
             hook[-1].remove()
 
 
+def discard_passes(model: nn.Module) -> None:
+    """Drop all gradients, and what an exception in a forward or backward pass leaves behind in FSDP.
+
+    Without it FSDP2 would take its final callback for queued, and every later backward pass would leave no gradients;
+    gradients of unsharded parameters would be added to those of the next step. Units are sharded again.
+    """
+    if isinstance(model, FSDPModule):
+        if torch.__version__ >= "2.13":
+            model.reset_iter_state()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for one in group.fsdp_params:
+                        one.unsharded_accumulated_grad = None
+                        if "_unsharded_param" in vars(one):
+                            one._unsharded_param.grad = None
+    forget_forward(model)
+    model.zero_grad(set_to_none=True)
+
+
 def global_grad_norm(model: nn.Module, replicated: Iterable[nn.Parameter] = ()) -> Tensor:
     """Return the float64 norm of all gradients of the whole model and of `replicated`. Collective under FSDP.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import psutil
@@ -14,7 +14,7 @@ from vembed.config.resolved import Decision, ResolvedRun, Strategy
 from vembed.config.rules import batch_size_per_process
 from vembed.distributed import estimate
 from vembed.distributed.environment import RankInfo
-from vembed.distributed.estimate import GIB, Memory, ModelSize, measure
+from vembed.distributed.estimate import GIB, Demand, Memory, ModelSize, measure
 from vembed.distributed.hardware import Gpu
 from vembed.errors import UserError
 
@@ -47,6 +47,8 @@ class Placement:
     """The settings of FSDP where the model is sharded, else None."""
     precision: Decision[Precision]
     """Precision of the arithmetic."""
+    recomputation: Decision[bool]
+    """True if activations are recomputed in the backward pass (gradient checkpointing)."""
     rows: int
     """Examples of a global batch on one process, at most."""
     size: ModelSize | None = None
@@ -60,7 +62,7 @@ class Placement:
         """The decisions that the log, `plan`, `doctor` and run.json give, by name."""
         return {
             "strategy": self.strategy,
-            "gradient checkpointing": self.run.recomputation,
+            "gradient checkpointing": self.recomputation,
             "mixed precision": self.precision,
             "timeout in minutes": self.run.timeout_minutes,
         }
@@ -124,23 +126,42 @@ class Placement:
             return False
         return parameter_bytes <= self.whole_parameters_limit
 
-    def micro_batch_tokens(self, size: ModelSize) -> int:
-        """Predict the padded tokens of a micro-batch, as the budget finds them once the model is there."""
+    def tokens(self, demand: Demand, longest: int, memory: float | None = None) -> tuple[int, int]:
+        """Return the padded tokens of a micro-batch and those whose graphs are kept at once, as the config gives them
+        or as they fit. The budget asks with what it has measured, `plan` with what it estimates.
+
+        `longest`: tokens of the longest input. `memory`: bytes that the process has, if not the device's.
+        """
         config = self.run.config
+        memory = self.memory if memory is None else memory
+        on_gpu = self.device.type == "cuda"
+        # Host memory is shared with everything else on the machine: graphs get a share of it beside the fixed part.
+        limit = estimate.CUDA_MEMORY_SHARE * memory if on_gpu else demand.fixed + estimate.CPU_MEMORY_SHARE * memory
+        micro_batch, kept = estimate.tokens_that_fit(limit, demand, longest)
         if config.gradient_cache_chunk_size is not None:
-            return config.gradient_cache_chunk_size * size.max_length
-        if config.micro_batch_tokens != "auto":
-            return config.micro_batch_tokens
-        if self.device.type != "cuda":
-            return estimate.CPU_MICRO_BATCH_TOKENS
-        return estimate.largest_micro_batch(self._free(size), self._per_token(size), size.max_length)
+            micro_batch = config.gradient_cache_chunk_size * longest
+        elif config.micro_batch_tokens != "auto":
+            micro_batch = config.micro_batch_tokens
+        elif not on_gpu:
+            micro_batch = estimate.CPU_MICRO_BATCH_TOKENS
+        return micro_batch, kept if config.kept_graph_tokens == "auto" else config.kept_graph_tokens
+
+    def demand(self, size: ModelSize, recomputes: bool | None = None) -> Demand:
+        """Estimate the demand from the model's shapes. `recomputes`: instead of what the run would do."""
+        asked = self.recomputation.value if recomputes is None else recomputes
+        width = 2 if self.computes_in_half else 4
+        per_token = estimate.bytes_per_token(size, compute_bytes=width, recomputes=asked)
+        return Demand(self._without_graphs(size).total, per_token)
 
     def graphs(self, size: ModelSize) -> str:
         """Describe how many tokens keep their graphs at once, and why."""
-        config, tokens = self.run.config, self.micro_batch_tokens(size)
+        config, (tokens, kept) = self.run.config, self.tokens(self.demand(size), size.max_length)
         batch = estimate.tokens_of_a_batch(config, self.rows, size.max_length)
+        whole = f"of the whole batch, {batch:,d} padded tokens at most"
         if config.use_gradient_cache is False:
-            return f"of the whole batch, {batch:,d} padded tokens at most (use_gradient_cache: false)"
+            return f"{whole} (use_gradient_cache: false)"
+        if config.use_gradient_cache == "auto" and batch <= kept:
+            return f"{whole} (graphs of up to {kept:,d} tokens fit, so that Gradient Cache is off)"
         rows = f", {config.gradient_cache_chunk_size:,d} rows" if config.gradient_cache_chunk_size else ""
         return f"of one micro-batch, {min(tokens, batch):,d} padded tokens at most{rows}"
 
@@ -154,7 +175,21 @@ class Placement:
     ) -> Memory:
         """Estimate the memory of one process in a step. `tokens` of a micro-batch, `recomputes`, `uses_cache`: instead
         of what the run would do."""
-        config = self.run.config
+        config, demand = self.run.config, self.demand(size, recomputes)
+        micro_batch, kept = self.tokens(demand, size.max_length)
+        graphs = batch = estimate.tokens_of_a_batch(config, self.rows, size.max_length)
+        keeps = config.use_gradient_cache is False or (
+            config.use_gradient_cache == "auto" and tokens is None and batch <= kept
+        )
+        if uses_cache or not keeps:
+            graphs = min(micro_batch if tokens is None else tokens, batch)
+        return replace(self._without_graphs(size), activations=graphs * demand.per_token)
+
+    def loss_bytes(self, dim: int) -> float:
+        """Return the bytes of the global batch's embeddings of `dim` numbers, their gradients, and the loss."""
+        return 4.0 * 4 * self.rows * self.ranks.world_size * dim + estimate.WORKING_BYTES
+
+    def _without_graphs(self, size: ModelSize) -> Memory:
         held = 0.0 if self.offloads else 1.0 / self.num_shards
         width = 2 if self.computes_in_half else 4
         whole_gradients = self.fsdp is not None and not self.reduces_each_micro_batch(size.gradient_bytes)
@@ -162,25 +197,14 @@ class Placement:
         if self.fsdp is not None:
             whole = size.total * width
             gathered = float(whole if self.keeps_gathered(whole) else 2 * size.layer_parameters * width)
-        graphs = batch = estimate.tokens_of_a_batch(config, self.rows, size.max_length)
-        if uses_cache or config.use_gradient_cache is not False:
-            graphs = min(self.micro_batch_tokens(size) if tokens is None else tokens, batch)
         return Memory(
             weights=size.weight_bytes * held,
             gradients=size.gradient_bytes * (1.0 if whole_gradients else held),
-            optimizer=estimate.optimizer_bytes(config, size) * held,
+            optimizer=estimate.optimizer_bytes(self.run.config, size) * held,
             gathered=gathered,
-            activations=graphs * self._per_token(size, recomputes),
-            loss=4.0 * 4 * self.rows * self.ranks.world_size * size.hidden + estimate.WORKING_BYTES,
+            activations=0.0,
+            loss=self.loss_bytes(size.hidden),
         )
-
-    def _per_token(self, size: ModelSize, recomputes: bool | None = None) -> float:
-        asked = self.run.recomputation.value if recomputes is None else recomputes
-        return estimate.bytes_per_token(size, compute_bytes=2 if self.computes_in_half else 4, recomputes=asked)
-
-    def _free(self, size: ModelSize) -> float:
-        held = 0.0 if self.offloads else size.weight_bytes / self.num_shards
-        return max((self.memory - held) * estimate.CUDA_MEMORY_SHARE, 0.0)
 
 
 def place(
@@ -195,7 +219,7 @@ def place(
     `gpu`: the device's facts, where it is not of this machine."""
     strategy, size, advice = _choose_strategy(run, ranks, memory, measured)
     fsdp = run.fsdp if strategy.value == "fsdp" else None
-    return Placement(
+    placement = Placement(
         run=run,
         ranks=ranks,
         device=device,
@@ -203,11 +227,34 @@ def place(
         strategy=strategy,
         fsdp=fsdp,
         precision=choose_precision(run.asked_precision(sharded=fsdp is not None), device, gpu),
+        recomputation=run.recomputation,
         rows=_rows(run, ranks),
         size=size,
         advice=advice,
         notes=tuple(_without_effect(run, ranks, strategy)),
     )
+    return replace(placement, recomputation=_recomputation(placement))
+
+
+def _recomputation(placement: Placement) -> Decision[bool]:
+    """Return whether activations are recomputed: as asked, or by default where a micro-batch needs it.
+
+    Gradient Cache bounds the graphs by the micro-batch already, and recomputation would add a third forward pass.
+    """
+    run, size = placement.run, placement.size
+    cache = run.config.use_gradient_cache is not False
+    if run.recomputation.source != "default" or not run.recomputation.value or size is None or not cache:
+        return run.recomputation
+    if placement.device.type != "cuda":  # where micro-batches are not chosen by what fits
+        return run.recomputation
+    demand = placement.demand(size, recomputes=False)
+    wanted = max(estimate.SMALL_MICRO_BATCH_TOKENS, size.max_length)
+    _, fitting = estimate.tokens_that_fit(estimate.CUDA_MEMORY_SHARE * placement.memory, demand, 0)
+    if fitting < 2 * wanted:
+        few = f"without it only {fitting:,d} tokens fit at once"
+        return replace(run.recomputation, reason=f"{run.recomputation.reason}; {few}")
+    fits = f"micro-batches of {fitting // 2:,d} tokens fit without it"
+    return Decision(False, f"default: {fits}, and Gradient Cache bounds the graphs of a batch")
 
 
 def memory_of_a_process(ranks: RankInfo, device: torch.device) -> int:

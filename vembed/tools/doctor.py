@@ -141,8 +141,10 @@ def checklist(run: ResolvedRun, launch: Launch, *, self_test_passed: bool) -> It
     size, unknown = _measured(placement)
     yield _strategy_point(placement, problem, size)
     yield _batch_point(run, placement, launch)
-    on = run.recomputation.value
-    yield on or not sharded, f"gradient checkpointing: {'on' if on else 'off'} ({run.recomputation.reason})"
+    recomputation = run.recomputation if placement is None else placement.recomputation
+    # Off by default means that micro-batches fit without it; off by hand may not be meant.
+    passes = recomputation.value or not sharded or recomputation.source == "default"
+    yield passes, f"gradient checkpointing: {'on' if recomputation.value else 'off'} ({recomputation.reason})"
     yield _memory_point(placement, size, problem or unknown)
     yield _dtype_point(placement, problem)
     backend = "NCCL" if device.type == "cuda" else "gloo"

@@ -80,10 +80,10 @@ def operations_per_token(placement: Placement, size: ModelSize, data: DataSize) 
     forward = 2.0 * inside_layers + 4.0 * size.num_layers * size.hidden * data.length
     # Backward: products for the inputs' gradients, and those for the trained weights' gradients.
     passes = 2.0 + size.trained / max(size.total, 1)
-    passes += 1.0 if placement.run.recomputation.value else 0.0
-    repeats = config.use_gradient_cache is not False and placement.rows * data.tokens > placement.micro_batch_tokens(
-        size
-    )
+    passes += 1.0 if placement.recomputation.value else 0.0
+    _, kept = placement.tokens(placement.demand(size), size.max_length)
+    tokens, cache = placement.rows * data.tokens, config.use_gradient_cache
+    repeats = tokens > kept if cache == "auto" else cache
     return forward * (passes + (1.0 if repeats else 0.0))
 
 

@@ -61,7 +61,7 @@ def run_plan(
 
 def ways_out(placement: Placement, size: ModelSize) -> list[str]:
     """Return settings that would fit, the cheapest first."""
-    config, asked = placement.run.config, placement.run.recomputation.value
+    config, asked = placement.run.config, placement.recomputation.value
     limit = FITS * placement.memory
     if config.use_gradient_cache is False and placement.predict(size, uses_cache=True).total <= limit:
         return ["fits with use_gradient_cache: auto (the gradient is the same, for one more forward pass)"]

@@ -18,10 +18,12 @@ from vembed.distributed import collectives, memory, parameters
 from vembed.distributed.environment import read_rank_info
 from vembed.distributed.session import Session, start_session
 from vembed.families.description import ModelDescription
+from vembed.models import packing
 from vembed.models.embedding_model import EmbeddingModel
 
 TIMEOUT_MINUTES = 0.5
 TOLERANCE = 1e-4
+TOLERANCE_BF16 = 0.05
 LAYER = "LlamaDecoderLayer"
 HIDDEN = 64
 EDITED = "backbone.layers.0.mlp.down_proj.weight"
@@ -74,6 +76,19 @@ def _run(session: Session, path: Path) -> None:
         ours, theirs = parameters.global_grad_norm(model), parameters.global_grad_norm(whole)
         _compare(ours, theirs, "gradient norms")
         found.append(f"* backward: gradient norm {float(ours):.4f} equals that of one process on all inputs")
+    with check("gradient cache", rank) as found:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            cached = model(_inputs(rank, session.device))[0]
+        model(_inputs(rank, session.device))[0].backward(2 * world_size * cached)
+        if session.strategy != "fsdp":
+            collectives.all_reduce_gradients(model.parameters())
+        _compare(parameters.global_grad_norm(model), theirs, "gradient norms with Gradient Cache")
+        found.append("* gradient cache: two forward passes give the same gradient")
+    with check("bf16", rank) as found:
+        found.append(_try_bf16(whole, session.device))
+    with check("packed attention", rank) as found:
+        found.append(_try_packed_attention(session.device))
     with check("step", rank) as found:
         for one in (model, whole):
             torch.optim.AdamW(one.parameters(), lr=1e-3).step()
@@ -112,6 +127,36 @@ def _run(session: Session, path: Path) -> None:
         memory.fsdp_empty_cache()
         found.extend(memory.memory_lines())
         found.append("* memory: measured on every process, caches emptied together")
+
+
+def _try_bf16(model: nn.Module, device: torch.device) -> str:
+    """Compare embeddings under autocast with those in float32."""
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "* bf16: not tried, this GPU has none"
+    with torch.no_grad():
+        wide = model(_inputs(0, device))[0]
+        with torch.autocast(device.type, torch.bfloat16):
+            narrow = model(_inputs(0, device))[0]
+    _compare(narrow, wide, "embeddings in bf16", TOLERANCE_BF16)
+    return "* bf16: embeddings are those of float32, to its precision"
+
+
+def _try_packed_attention(device: torch.device) -> str:
+    """Compare attention over texts end to end with attention over each of them."""
+    reason = packing.why_padded(TrainConfig(model_name="-", data_path="-"), small_config(), device, half=True)
+    if reason is not None:
+        return f"* packed attention: not tried ({reason}); texts are padded"
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 4, 8, 16, generator=draw).to(device, dtype) for _ in range(3))
+    boundaries = packing.Packed(torch.tensor([0, 5, 8], dtype=torch.int32, device=device), 5)
+    packed, _ = packing.attention(nn.Identity(), query, key, value, None, packed=boundaries)
+    single = []
+    for part in (slice(0, 5), slice(5, 8)):
+        parts = [one[:, :, part].float() for one in (query, key, value)]
+        single.append(nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2]))
+    _compare(packed.float(), torch.cat(single, dim=2).transpose(1, 2), "packed attention", TOLERANCE_BF16)
+    return "* packed attention: the same for texts end to end as for each alone"
 
 
 def small_config() -> LlamaConfig:
@@ -164,9 +209,9 @@ def _project_out(weight: Tensor) -> Tensor:
     return weight - torch.outer(direction, direction @ weight)
 
 
-def _compare(ours: Tensor, theirs: Tensor, what: str) -> None:
+def _compare(ours: Tensor, theirs: Tensor, what: str, tolerance: float | None = None) -> None:
     difference = float((ours - theirs).abs().max())
-    if not difference <= TOLERANCE * max(1.0, float(theirs.abs().max())):
+    if not difference <= (TOLERANCE if tolerance is None else tolerance) * max(1.0, float(theirs.abs().max())):
         raise RuntimeError(f"{what} differ from those of one process by {difference:.3g}")
 
 

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Features, Featuriser
 from vembed.distributed import collectives
-from vembed.distributed.estimate import (
-    CPU_MEMORY_SHARE,
-    CPU_MICRO_BATCH_TOKENS,
-    CUDA_MEMORY_SHARE,
-    largest_micro_batch,
-    tokens_kept,
+from vembed.distributed.estimate import CPU_MICRO_BATCH_TOKENS, GIB, OPTIMIZER_BYTES, Demand, measure
+from vembed.distributed.parameters import (
+    discard_passes,
+    forget_forward,
+    num_parameters,
+    set_gradient_sync,
+    set_keep_gathered,
 )
-from vembed.distributed.parameters import forget_forward, reshard, set_keep_gathered
 from vembed.distributed.session import Session
+from vembed.errors import RunError
 from vembed.families.table import Modality
 
 log = logging.getLogger("vembed")
@@ -58,10 +59,33 @@ class Budget:
         )
 
 
+class PeakMeter:
+    """Peak of a GPU's allocated memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def reset(self) -> None:
+        """Begin a measurement."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        """Return the highest number of bytes allocated since `reset`."""
+        return int(torch.cuda.max_memory_allocated(self.device))
+
+
 def find_budget(
-    config: TrainConfig, model: nn.Module, featuriser: Featuriser, session: Session, sample: Sequence[Features]
+    config: TrainConfig,
+    model: nn.Module,
+    featuriser: Featuriser,
+    session: Session,
+    sample: Sequence[Features],
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Budget:
-    """Return the budget of the config, or the largest one the device holds. Collective; the same on every rank."""
+    """Return the budget of the config, or what the device holds. Collective; the same on every rank.
+
+    Nothing is tried out: memory that runs out on one rank would leave the others waiting for it.
+    """
     cache = None if config.use_gradient_cache == "auto" else config.use_gradient_cache
     rows = config.gradient_cache_chunk_size
     if cache is False and session.fsdp is not None and session.fsdp.version == 1:
@@ -71,21 +95,95 @@ def find_budget(
             "gradient for one more forward pass). fsdp_version: 2 keeps the graphs of all micro-batches"
         )
     tokens, kept = config.micro_batch_tokens, config.kept_graph_tokens
-    needs_probe = (cache is None and kept == "auto") or (tokens == "auto" and session.device.type == "cuda")
-    per_token = bytes_per_token(model, featuriser, session, sample) if needs_probe else 0
-    if tokens == "auto":
-        tokens = 2**40 if rows else _auto_tokens(model, featuriser, session, sample, per_token)
-    if kept == "auto":
-        kept = tokens_kept(_free_bytes(session), per_token) if needs_probe else tokens
-        # The minimum over the ranks: all must agree whether a batch has a second phase.
-        kept = -collectives.max_ints([-kept])[0]
-        if needs_probe:
-            log.info(
-                "graphs: kept for batches of up to %s padded tokens per rank (auto: %s bytes per token measured, "
-                "%.1f GB free for them); larger batches use Gradient Cache",
-                f"{kept:,d}", f"{per_token:,d}", _free_bytes(session) / 1e9,
-            )  # fmt: skip
-    return Budget(tokens, rows, kept, cache)
+    on_gpu = session.device.type == "cuda"
+    if not ((cache is None and kept == "auto") or (tokens == "auto" and on_gpu)):
+        micro_batch = 2**40 if rows else CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens
+        return Budget(micro_batch, rows, micro_batch if kept == "auto" else kept, cache)
+    if on_gpu:
+        demand = measure_demand(model, featuriser, session, sample, PeakMeter(session.device))
+        demand = replace(demand, fixed=demand.fixed + _bytes_to_come(config, model, featuriser, session, optimizer))
+        free, _ = torch.cuda.mem_get_info(session.device)
+        memory = free + torch.cuda.memory_reserved(session.device)
+    else:
+        demand = Demand(0.0, bytes_per_token(model, featuriser, session, sample))
+        memory = psutil.virtual_memory().available // session.local_world_size
+    longest = max((feature.length for feature in sample), default=1)
+    found = session.placement.tokens(demand, longest, memory)
+    # The minimum over the ranks: all must agree whether a batch has a second phase.
+    micro_batch, kept_tokens = (-most for most in collectives.max_ints([-one for one in found]))
+    log.info(
+        "micro-batches: up to %s padded tokens; graphs: kept for batches of up to %s padded tokens per rank, larger "
+        "ones use Gradient Cache (measured: %.2fGB and %s bytes per token, of %.2fGB)",
+        f"{micro_batch:,d}", f"{kept_tokens:,d}", demand.fixed / GIB, f"{demand.per_token:,.0f}", memory / GIB,
+    )  # fmt: skip
+    return Budget(2**40 if rows else micro_batch, rows, kept_tokens, cache)
+
+
+def measure_demand(
+    model: nn.Module, featuriser: Featuriser, session: Session, sample: Sequence[Features], meter: PeakMeter
+) -> Demand:
+    """Measure the memory of a step's forward and backward passes. Collective.
+
+    The peak of two sizes, with gradients in place, gives a fixed part and a slope. From one size alone, what does not
+    grow with the tokens (autocast's copies of the weights, gathered parameters) would count as activations.
+    """
+    fixed = per_token = 0.0
+    failed = False
+    # Whole gradients between micro-batches, as in a step. FSDP1 would keep them where `discard_passes` cannot see them.
+    is_fsdp1 = session.fsdp is not None and session.fsdp.version == 1
+    set_gradient_sync(model, session.reduces_each_micro_batch or is_fsdp1)
+    if session.keeps_gathered:
+        set_keep_gathered(model, True)
+    try:
+        for modality in featuriser.description.modalities:
+            points = []
+            for wanted in (PROBE_TOKENS, PROBE_TOKENS, 2 * PROBE_TOKENS):  # the first puts the gradients in place
+                inputs, tokens = _repeat_longest(featuriser, modality, sample, wanted)
+                meter.reset()
+                _pass(model, modality, inputs, session)
+                points.append((tokens, meter.peak()))
+            (small, low), (large, high) = points[1:]
+            slope = max(high - low, 0) / max(large - small, 1)
+            fixed, per_token = max(fixed, low - slope * small), max(per_token, slope)
+    except torch.cuda.OutOfMemoryError:
+        failed = True
+    # Gradients of these passes must not reach the first step.
+    discard_passes(model)
+    if session.fsdp is not None and session.keeps_gathered:
+        set_keep_gathered(model, False, session.fsdp.reshard_after_forward)
+    if session.device.type == "cuda":
+        torch.cuda.empty_cache()
+        if failed and session.strategy == "fsdp":  # the other ranks wait inside a layer: ending this one ends them
+            raise RunError(f"rank {session.rank} has no memory for {2 * PROBE_TOKENS} tokens; `vembed plan` says why")
+    if collectives.max_ints([int(failed)])[0]:
+        size = session.placement.size or measure(session.placement.run.config)
+        demand = session.placement.demand(size)
+        log.warning("out of memory while memory was measured: the budget follows the estimate of `vembed plan`")
+        return demand
+    return Demand(fixed, max(per_token, 1.0))
+
+
+def _pass(model: nn.Module, modality: Modality, inputs: dict[str, Tensor], session: Session) -> None:
+    """Run one micro-batch forward and backward. In a function of its own, so that nothing outlives a failure."""
+    torch.manual_seed(0)
+    with torch.enable_grad():
+        outputs = model([(modality, _move(inputs, session.device))])
+    if outputs[0].requires_grad:
+        outputs[0].sum().backward()
+
+
+def _bytes_to_come(
+    config: TrainConfig,
+    model: nn.Module,
+    featuriser: Featuriser,
+    session: Session,
+    optimizer: torch.optim.Optimizer | None,
+) -> float:
+    """Return the bytes that the first step adds to what is measured: the optimizer's state, and the loss."""
+    trained = num_parameters(model, trainable_only=True) / session.placement.num_shards
+    has_state = optimizer is not None and bool(optimizer.state)
+    state = 0.0 if has_state or session.placement.offloads else trained * OPTIMIZER_BYTES[config.optim]
+    return state + session.placement.loss_bytes(featuriser.description.embedding_dim)
 
 
 def bytes_per_token(model: nn.Module, featuriser: Featuriser, session: Session, sample: Sequence[Features]) -> int:
@@ -104,62 +202,20 @@ def bytes_per_token(model: nn.Module, featuriser: Featuriser, session: Session, 
 
     most = 0
     for modality in featuriser.description.modalities:
-        inputs, tokens = _repeat_longest(featuriser, modality, sample, PROBE_TOKENS)
-        saved.clear()
-        torch.manual_seed(0)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = model([(modality, _move(inputs, session.device))])
-        del outputs
-        forget_forward(model)
-        most = max(most, sum(saved.values()) // tokens)
-    return max(collectives.max_ints([most])[0], 1)
-
-
-def _auto_tokens(
-    model: nn.Module, featuriser: Featuriser, session: Session, sample: Sequence[Features], per_token: int
-) -> int:
-    longest = max((feature.length for feature in sample), default=1)
-    if session.device.type != "cuda":
-        log.info("micro-batches: %s padded tokens (auto: fixed on CPU)", f"{CPU_MICRO_BATCH_TOKENS:,d}")
-        return CPU_MICRO_BATCH_TOKENS
-    tokens = largest_micro_batch(_free_bytes(session), per_token, longest)
-    tokens = -collectives.max_ints([-tokens])[0]
-    while tokens > SMALLEST_BUDGET:
-        fits = _trial(model, featuriser, session, sample, tokens)
-        log.info("micro-batches: tried %s padded tokens: %s", f"{tokens:,d}", "fits" if fits else "too large")
-        if fits:
-            break
-        tokens //= 2
-    return tokens
-
-
-def _trial(model: nn.Module, featuriser: Featuriser, session: Session, sample: Sequence[Features], tokens: int) -> bool:
-    """Return whether forward and backward of the longest inputs stay within the memory limit on every rank.
-    Collective."""
-    torch.cuda.reset_peak_memory_stats(session.device)
-    fits = True
-    # As in a real step: all FSDP units stay gathered between micro-batches, so they count towards the peak.
-    if session.keeps_gathered:
-        set_keep_gathered(model, True)
-    for modality in featuriser.description.modalities:
-        inputs, _ = _repeat_longest(featuriser, modality, sample, tokens)
-        try:
-            outputs = model([(modality, _move(inputs, session.device))])
-            if outputs[0].requires_grad:
-                outputs[0].sum().backward()
+        points = []
+        for wanted in (PROBE_TOKENS, 2 * PROBE_TOKENS):
+            inputs, tokens = _repeat_longest(featuriser, modality, sample, wanted)
+            saved.clear()
+            torch.manual_seed(0)
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                outputs = model([(modality, _move(inputs, session.device))])
+            points.append((tokens, sum(saved.values())))
             del outputs
-        except torch.cuda.OutOfMemoryError:
-            fits = False
-        forget_forward(model)
-    if session.fsdp is not None and session.keeps_gathered:
-        set_keep_gathered(model, False, session.fsdp.reshard_after_forward)
-        reshard(model)
-    # The trial's gradients must not reach the first optimizer step.
-    model.zero_grad(set_to_none=True)
-    total = torch.cuda.get_device_properties(session.device).total_memory
-    fits = fits and torch.cuda.max_memory_reserved(session.device) < CUDA_MEMORY_SHARE * total
-    torch.cuda.empty_cache()
-    return collectives.max_ints([int(not fits)])[0] == 0
+            forget_forward(model)
+        (small, low), (large, high) = points
+        # The slope: autocast's copies of weights are saved too, and do not grow with the tokens.
+        most = max(most, (high - low) // max(large - small, 1))
+    return max(collectives.max_ints([most])[0], 1)
 
 
 def _repeat_longest(
@@ -173,13 +229,6 @@ def _repeat_longest(
     )
     rows = max(tokens // longest.length, 1)
     return featuriser.collate([longest] * rows), rows * longest.length
-
-
-def _free_bytes(session: Session) -> int:
-    if session.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(session.device)
-        return int(free * CUDA_MEMORY_SHARE)
-    return int(psutil.virtual_memory().available * CPU_MEMORY_SHARE / session.local_world_size)
 
 
 def _move(inputs: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -97,7 +97,7 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         device=session.model_device,
         computes_on=session.device,
         compute_dtype=session.placement.compute_dtype,
-        recompute=session.placement.run.recomputation.value,
+        recompute=session.placement.recomputation.value,
         meta=session.builds_empty,
     )
     start_head(config, embedder, featuriser, data.examples, session)

@@ -69,7 +69,7 @@ def advice(session: Session, budget: Budget) -> str:
     if budget.use_gradient_cache is False:
         steps.append("use_gradient_cache: true (it reduces memory, and the result is the same)")
     steps.append(f"micro_batch_tokens: {max(budget.micro_batch_tokens // 2, 1)} (now {budget.micro_batch_tokens:,d})")
-    if not placement.run.recomputation.value:
+    if not placement.recomputation.value:
         saved = now.activations - placement.predict(size, tokens=budget.micro_batch_tokens, recomputes=True).activations
         steps.append(f"gradient_checkpointing: true ({_saves(saved)})")
     if limit > SHORT:

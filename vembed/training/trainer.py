@@ -117,7 +117,7 @@ class Trainer:
         sample = self.stream.sample()
         log_cut_texts(sample, parts.featuriser.description)
         self.guard = MemoryGuard(session)
-        budget = find_budget(config, parts.model, parts.featuriser, session, sample)
+        budget = find_budget(config, parts.model, parts.featuriser, session, sample, parts.optimizer)
         self.step = ContrastiveStep(
             parts.model, parts.loss, parts.source, session, budget, self.guard, config.seed, parts.teachers
         )
@@ -166,7 +166,10 @@ class Trainer:
                         rank_batch, number, weight=1 / data.batches_per_step, last=is_last, scale=state.scale.value
                     )
                     report.add(rank_batch, result)
+                is_short = False
             except OutOfMemory:
+                is_short = True
+            if is_short:  # not in the handler: the exception holds the attempt's outputs, which must be freed first
                 self._shrink_budget()
                 continue
             self._update_weights(report)

@@ -1,0 +1,108 @@
+"""One memory model: what the budget measures and what `vembed plan` estimates lead to micro-batches by one function."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import vembed
+from tests.tiny import shared, tiny_bert, tiny_qwen3
+from tests.training.test_run import settings
+from tests.training.test_shortage import fail_at
+from tests.training.tiny_run import config_for
+from vembed.config.loading import resolve_run
+from vembed.data.examples import Item
+from vembed.data.features import Featuriser
+from vembed.distributed.environment import RankInfo
+from vembed.distributed.estimate import Demand, measure
+from vembed.distributed.hardware import Gpu
+from vembed.distributed.placement import Placement, place
+from vembed.distributed.session import start_session
+from vembed.families.decisions import describe
+from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.training import budget
+from vembed.training.shortage import MemoryGuard
+
+GPU = Gpu("a stand-in", 1.0, None, None)
+
+
+def placed(num_ranks: int = 1, memory: int = 2**30, **options: Any) -> Placement:
+    run = resolve_run({"data_path": "unused", "model_name": str(shared(tiny_qwen3)), **options})
+    ranks = RankInfo(0, num_ranks, 0, num_ranks, launched=True)
+    return place(run, ranks, torch.device("cuda", 0), memory, gpu=GPU)
+
+
+def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = placed(memory=2**27)
+    config, size = placement.run.config, measure(placement.run.config)
+    model = build_model(config, describe(config))
+    need = placement.predict(size)
+    held = Demand(need.weights + need.gradients, placement.demand(size).per_token)
+    monkeypatch.setattr(budget, "measure_demand", lambda *_: held)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (placement.memory, placement.memory))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    session: Any = SimpleNamespace(placement=placement, device=placement.device, fsdp=None, local_world_size=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    longest: Any = [SimpleNamespace(length=size.max_length)]
+    found = budget.find_budget(config, model, Featuriser(model.description), session, longest, optimizer)
+    assert (found.micro_batch_tokens, found.kept_graph_tokens) == placement.tokens(
+        placement.demand(size), size.max_length
+    )
+    states = replace(placement.demand(size), fixed=need.weights + need.gradients)
+    assert found.kept_graph_tokens < placement.tokens(states, size.max_length)[1], "the optimizer's state is to come"
+    graphs = found.kept_graph_tokens * held.per_token
+    assert need.states + need.loss + graphs == pytest.approx(0.8 * placement.memory, rel=0.01)
+
+
+def test_casts_of_weights_were_counted_as_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_for(tmp_path, model_name=str(shared(tiny_bert)), mixed_precision="bf16")
+    counted = {}
+    with start_session(resolve_run(config)) as session:
+        model = session.prepare(build_model(config, describe(config), compute_dtype=torch.bfloat16))
+        featuriser = Featuriser(describe(config))
+        sample = featuriser.features([(Item("red green house river " * 3), "document")])
+        for tokens in (32, 1024):
+            monkeypatch.setattr(budget, "PROBE_TOKENS", tokens)
+            counted[tokens] = budget.bytes_per_token(model, featuriser, session, sample)
+    assert counted[32] == pytest.approx(counted[1024], rel=0.1), "what one token adds, whatever the number of tokens"
+
+
+def test_recomputation_and_gradient_cache_were_both_on() -> None:
+    by_default = placed(8, use_fsdp=True).recomputation
+    assert not by_default.value and "fit without it, and Gradient Cache bounds the graphs" in by_default.reason
+    assert placed(8, use_fsdp=True, gradient_checkpointing=True).recomputation.value
+    assert placed(8, use_fsdp=True, use_gradient_cache=False).recomputation.value
+    small = placed(8, memory=2**27, use_fsdp=True).recomputation
+    assert small.value and "without it only" in small.reason
+
+
+def test_a_failed_attempt_kept_its_outputs_while_memory_was_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = MemoryGuard.__init__
+    monkeypatch.setattr(MemoryGuard, "__init__", lambda self, *args, **_: original(self, *args, active=True))
+    fail_at(monkeypatch, {3})
+    forward, smaller = EmbeddingModel.forward, MemoryGuard.smaller
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def watched(self: EmbeddingModel, parts: Any, **options: Any) -> Any:
+        found = forward(self, parts, **options)
+        outputs.extend(weakref.ref(one) for one in found)
+        return found
+
+    def counted(self: MemoryGuard, given: Any) -> Any:
+        alive.append(sum(one() is not None for one in outputs))
+        return smaller(self, given)
+
+    monkeypatch.setattr(EmbeddingModel, "forward", watched)
+    monkeypatch.setattr(MemoryGuard, "smaller", counted)
+    options: dict[str, Any] = {"micro_batch_tokens": 400, "use_gradient_cache": False, "val_data_path": None}
+    vembed.train(settings(tmp_path, max_steps=1, **options))
+    assert alive == [0] and len(outputs) > 2
