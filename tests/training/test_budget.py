@@ -67,10 +67,10 @@ def test_casts_of_weights_were_counted_as_activations(tmp_path: Path, monkeypatc
         model = session.prepare(build_model(config, describe(config), compute_dtype=torch.bfloat16))
         featuriser = Featuriser(describe(config))
         sample = featuriser.features([(Item("red green house river " * 3), "document")])
-        for tokens in (32, 1024):
+        for tokens in (1, 1024):  # 1: a single text is longer than the size that is wanted
             monkeypatch.setattr(budget, "PROBE_TOKENS", tokens)
             counted[tokens] = budget.bytes_per_token(model, featuriser, session, sample)
-    assert counted[32] == pytest.approx(counted[1024], rel=0.1), "what one token adds, whatever the number of tokens"
+    assert counted[1] == pytest.approx(counted[1024], rel=0.1), "what one token adds, whatever the number of tokens"
 
 
 def test_recomputation_and_gradient_cache_were_both_on() -> None:
@@ -78,7 +78,7 @@ def test_recomputation_and_gradient_cache_were_both_on() -> None:
     assert not by_default.value and "fit without it, and Gradient Cache bounds the graphs" in by_default.reason
     assert placed(8, use_fsdp=True, gradient_checkpointing=True).recomputation.value
     assert placed(8, use_fsdp=True, use_gradient_cache=False).recomputation.value
-    small = placed(8, memory=2**27, use_fsdp=True).recomputation
+    small = placed(8, memory=90 * 2**20, use_fsdp=True).recomputation
     assert small.value and "without it only" in small.reason
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -136,14 +136,16 @@ def measure_demand(
         set_keep_gathered(model, True)
     try:
         for modality in featuriser.description.modalities:
-            points = []
-            for wanted in (PROBE_TOKENS, PROBE_TOKENS, 2 * PROBE_TOKENS):  # the first puts the gradients in place
-                inputs, tokens = _repeat_longest(featuriser, modality, sample, wanted)
+            points: list[tuple[int, int]] = []
+            for inputs, tokens in _two_sizes(featuriser, modality, sample):
                 meter.reset()
                 _pass(model, modality, inputs, session)
+                if not points:  # once more, with the gradients in place
+                    meter.reset()
+                    _pass(model, modality, inputs, session)
                 points.append((tokens, meter.peak()))
-            (small, low), (large, high) = points[1:]
-            slope = max(high - low, 0) / max(large - small, 1)
+            (small, low), (large, high) = points
+            slope = max(high - low, 0) / (large - small)
             fixed, per_token = max(fixed, low - slope * small), max(per_token, slope)
     except torch.cuda.OutOfMemoryError:
         failed = True
@@ -203,8 +205,7 @@ def bytes_per_token(model: nn.Module, featuriser: Featuriser, session: Session, 
     most = 0
     for modality in featuriser.description.modalities:
         points = []
-        for wanted in (PROBE_TOKENS, 2 * PROBE_TOKENS):
-            inputs, tokens = _repeat_longest(featuriser, modality, sample, wanted)
+        for inputs, tokens in _two_sizes(featuriser, modality, sample):
             saved.clear()
             torch.manual_seed(0)
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -214,21 +215,23 @@ def bytes_per_token(model: nn.Module, featuriser: Featuriser, session: Session, 
             forget_forward(model)
         (small, low), (large, high) = points
         # The slope: autocast's copies of weights are saved too, and do not grow with the tokens.
-        most = max(most, (high - low) // max(large - small, 1))
+        most = max(most, (high - low) // (large - small))
     return max(collectives.max_ints([most])[0], 1)
 
 
-def _repeat_longest(
-    featuriser: Featuriser, modality: Modality, sample: Sequence[Features], tokens: int
-) -> tuple[dict[str, Tensor], int]:
-    """Return a micro-batch of a modality's longest input, repeated to fill `tokens`, and its size in tokens."""
+def _two_sizes(
+    featuriser: Featuriser, modality: Modality, sample: Sequence[Features]
+) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """Yield two micro-batches of a modality's longest input, and their sizes in tokens: the second has twice the rows
+    of the first, however long the input is."""
     longest = max(
         (feature for feature in sample if feature.modality == modality),
         key=lambda feature: feature.length,
         default=featuriser.dummy(modality),
     )
-    rows = max(tokens // longest.length, 1)
-    return featuriser.collate([longest] * rows), rows * longest.length
+    first = max(PROBE_TOKENS // longest.length, 1)
+    for rows in (first, 2 * first):
+        yield featuriser.collate([longest] * rows), rows * longest.length
 
 
 def _move(inputs: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
