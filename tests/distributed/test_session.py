@@ -23,7 +23,7 @@ from tests.harness import free_port, rank_outcomes, run_ranks
 from tests.tiny import shared, tiny_bert
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import Decision
-from vembed.distributed import collectives, session
+from vembed.distributed import collectives, meeting, session
 from vembed.distributed.devices import enable_expandable_segments, matmul_precision
 from vembed.distributed.environment import RankInfo, read_rank_info
 from vembed.distributed.estimate import GIB, ModelSize, measure, optimizer_bytes
@@ -380,7 +380,7 @@ def started_by_hand(folder: str, per_machine: int) -> tuple[list[str], list[int]
     machine, local = divmod(int(os.environ["RANK"]), per_machine)
     del os.environ["LOCAL_WORLD_SIZE"]
     os.environ["LOCAL_RANK"] = str(local)
-    session.machine_name = lambda: f"machine {machine}"
+    meeting.machine_name = lambda: f"machine {machine}"
     lines = listen()
     with session.start_session(config_of(folder, use_fsdp=True, fsdp_sharding_strategy="HYBRID_SHARD")) as one:
         mesh = one.accelerator.torch_device_mesh
@@ -407,7 +407,7 @@ def test_machines_that_cannot_reach_each_other_are_told_what_to_set(monkeypatch:
     def refused(*_: Any, **__: Any) -> None:
         raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: remote=[127.0.0.1]")
 
-    monkeypatch.setattr(session, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 1, 2)]))
+    monkeypatch.setattr(session, "_met", lambda _, ranks, __: (dist.HashStore(), ranks))
     monkeypatch.setattr(dist, "init_process_group", refused)
     with pytest.raises(UserError, match=r"set GLOO_SOCKET_IFNAME \(now eth7\).*remote=\[127\.0\.0\.1\]\)\.$"):
         session.start_session(config_of(str(shared(tiny_bert))))

@@ -46,7 +46,8 @@ class Run:
     def resume(self, identity=None):
         self.found = self.checkpointer.find()
         self.checkpointer.check(self.found, identity or {"data": "abc", "global_batch_size": 8})
-        self.checkpointer.begin(self.found, 1_000)
+        self.checkpointer.require_steps_left(self.found, 1_000)
+        self.checkpointer.begin(self.found)
         if self.found is not None:
             self.state = self.checkpointer.load(self.found, self.model, self.loss, self.optimizer)
         return self
@@ -397,7 +398,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, caplog, async_save
         assert latest_good(tmp_path).name == "checkpoint-2"
     with starting(tmp_path, resume=True, async_save=async_save) as run:
         run.resume().train()
-        with small_files(300), pytest.raises(RunError, match=r"Make room in .* or set on_save_error: continue"):
+        with small_files(300), pytest.raises(RunError, match=r"Check the disk of .* or set on_save_error: continue"):
             run.save().checkpointer.wait()
     assert latest_good(tmp_path).name == "checkpoint-2"
 

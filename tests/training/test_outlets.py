@@ -92,7 +92,8 @@ def test_lines_wait_until_there_is_room(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_full_disk_is_said_once_by_the_log(caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
-    handler = LogFile("/dev/full", encoding="utf-8")
+    handler = LogFile(Path("/dev/full"))
+    handler.begin()
     for _ in range(3):
         handler.handle(logging.makeLogRecord({"msg": "a line"}))
     handler.close()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,10 +25,16 @@ GRACE_SECONDS = 5.0
 FOLLOW_SECONDS = 30.0
 """Time limit for the other ranks to stop after the first one."""
 SETTLE_SECONDS = 1.0
+SAME_REQUEST_SECONDS = 2.0
+"""Time within which a repeated signal counts as the same one."""
 HOLD_SECONDS = 30.0
 """Time limit for holding a traceback until its rank ends."""
 JOIN_SECONDS = 2.0
 DEFAULT_PORT = 29500
+RUN_ID = "VEMBED_RUN_ID"
+"""Environment variable with the id of a run. Machine 0's launcher makes one; given on every machine, it is compared."""
+LAUNCHER = "VEMBED_LAUNCHER"
+"""Environment variable with the process number of the launcher that started the processes of this machine."""
 TRACEBACK = "Traceback (most recent call last)"
 PR_SET_PDEATHSIG = 1
 GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -79,6 +86,9 @@ def rank_environments(
     }
     # Each process would otherwise start one thread per core, and the processes would compete for the cores.
     shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes)))
+    shared[LAUNCHER] = str(os.getpid())
+    if machine_rank == 0:  # the processes of the other machines take it over from rank 0
+        shared.setdefault(RUN_ID, uuid.uuid4().hex[:12])
     return [
         shared | {"RANK": str(machine_rank * num_processes + local), "LOCAL_RANK": str(local)}
         for local in range(num_processes)
@@ -99,6 +109,7 @@ class _Ranks:
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
         self.numbers = [int(environment["RANK"]) for environment in environments]
         self.stop_signal: signal.Signals | None = None
+        self.stopped_at = 0.0
         self.ends_at_once = False
         self.cause: str | None = None
         self.code = 0
@@ -215,12 +226,16 @@ class _Ranks:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Forward the first signal and wait for the checkpoint; kill all ranks on the second."""
+        """Forward the first signal and wait for the checkpoint; kill all ranks on another one, two seconds later or
+        more."""
 
         def handle(signum: int, _frame: object) -> None:
+            now = time.monotonic()
             if self.stop_signal is not None:
-                self.ends_at_once = True
+                # Wrappers pass Ctrl-C on although it reaches the launcher too: that is the same request.
+                self.ends_at_once = self.ends_at_once or now - self.stopped_at > SAME_REQUEST_SECONDS
                 return
+            self.stopped_at = now
             self.stop_signal = signal.Signals(signum)
             self._pass_on()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -16,7 +15,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
@@ -26,9 +24,11 @@ from vembed.distributed.batch_norms import share_batch_norms
 from vembed.distributed.devices import choose_device, enable_expandable_segments
 from vembed.distributed.environment import RankInfo, read_rank_info
 from vembed.distributed.estimate import GIB
+from vembed.distributed.meeting import Introduction, counted, meet
 from vembed.distributed.memory import keep_freed_memory
-from vembed.distributed.network import default_interface, interface_to, is_loopback_by_name, machine_name
+from vembed.distributed.network import default_interface, interface_to, is_loopback_by_name
 from vembed.distributed.placement import Placement, memory_of_a_process, place
+from vembed.distributed.rendezvous import Limit, connect, not_found
 from vembed.errors import Stopped, UserError
 from vembed.models.adapters import leave_casts_to_autocast
 
@@ -189,8 +189,11 @@ _groups = itertools.count()
 """Number of process groups that this process has joined; equal on all processes of a launch."""
 
 
-def start_session(source: ResolvedRun | TrainConfig) -> Session:
-    """Join the other processes, place the run on them and their devices, and log each decision with its reason."""
+def start_session(source: ResolvedRun | TrainConfig, introduce: Introduction = lambda _: {}) -> Session:
+    """Join the other processes, place the run on them and their devices, and log each decision with its reason.
+
+    `introduce` gives what must be equal on all ranks. It is called before anything else is read.
+    """
     run = resolve_run(source)
     exits = _Exits()
     if run.config.deterministic:
@@ -206,12 +209,14 @@ def start_session(source: ResolvedRun | TrainConfig) -> Session:
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
             dist.set_debug_level_from_env()  # type: ignore[attr-defined]
         if rank_info.world_size > 1:
-            rank_info = _join(run, rank_info, device)
+            rank_info = _join(run, rank_info, device, introduce)
+        else:
+            introduce(rank_info)
         # Machines may differ in memory, and all ranks must decide the same: the least of all counts.
         memory = -collectives.max_ints([-memory_of_a_process(rank_info, device)])[0]
         placement = place(run, rank_info, device, memory)
         if placement.fsdp is not None and rank_info.world_size == 1:
-            _join(run, rank_info, device)
+            _join(run, rank_info, device, introduce)
         _log_environment(rank_info)
         _log_placement(placement)
         accelerator = _make_accelerator(placement)
@@ -232,7 +237,7 @@ def _log_placement(placement: Placement) -> None:
             log.info("%s", line)
 
 
-def _join(run: ResolvedRun, rank_info: RankInfo, device: torch.device) -> RankInfo:
+def _join(run: ResolvedRun, rank_info: RankInfo, device: torch.device, introduce: Introduction) -> RankInfo:
     """Start the process group unless there is one, and return the rank info with its processes per machine.
 
     With GPUs the group also gets a gloo backend for CPU tensors.
@@ -240,30 +245,24 @@ def _join(run: ResolvedRun, rank_info: RankInfo, device: torch.device) -> RankIn
     if dist.is_initialized():
         return rank_info
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    alone = rank_info.world_size == 1  # no other process, so no address is needed
     minutes = run.timeout_minutes.value
-    timeout = timedelta(minutes=minutes)
     try:
-        store = dist.HashStore() if alone else _meeting_point(timeout)  # type: ignore[attr-defined]
-        if not rank_info.is_counted:
-            rank_info = _count_on_this_machine(rank_info, store)
+        if rank_info.world_size == 1:  # no other process, so no address is needed
+            store: Store = dist.HashStore()  # type: ignore[attr-defined]
+        else:
+            store, rank_info = _met(run, rank_info, introduce)
         if rank_info.world_size > rank_info.local_world_size:
             _choose_interface()  # read by gloo when the group starts
         dist.init_process_group(
             backend,
-            timeout=timeout,
+            timeout=timedelta(minutes=minutes),
             device_id=device if device.type == "cuda" else None,
             store=store,
             rank=rank_info.rank,
             world_size=rank_info.world_size,
         )
-    except dist.DistStoreError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(
-            f"Rank {rank_info.rank} did not find all {rank_info.world_size} processes at {address} within "
-            f"{minutes:g} minutes: check that each is started with the same MASTER_ADDR, "
-            f"MASTER_PORT and WORLD_SIZE and a RANK of its own ({str(error).splitlines()[0]})."
-        ) from error
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise not_found(rank_info, Limit(minutes), str(error).splitlines()[0]) from error
     except RuntimeError as error:
         if "connectFullMesh" not in str(error):
             raise
@@ -281,19 +280,16 @@ def _join(run: ResolvedRun, rank_info: RankInfo, device: torch.device) -> RankIn
     return rank_info
 
 
-def _count_on_this_machine(rank_info: RankInfo, store: Store) -> RankInfo:
-    """Count the processes that name the same machine: started by hand, they have no LOCAL_WORLD_SIZE."""
-    store.set(f"machine-{rank_info.rank}", machine_name())
-    names = [store.get(f"machine-{rank}") for rank in range(rank_info.world_size)]  # each waits for its rank
-    count = names.count(names[rank_info.rank])
-    return replace(rank_info, local_world_size=count, is_counted=True)
-
-
-def _meeting_point(timeout: timedelta) -> PrefixStore:
-    """Return the launcher's store with a prefix per process group. torchrun's store outlives a group; without the
-    prefix the next group would read the addresses of the last one."""
-    store, _, _ = next(iter(rendezvous("env://", timeout=timeout)))
-    return PrefixStore(f"vembed-{next(_groups)}", store)
+def _met(run: ResolvedRun, rank_info: RankInfo, introduce: Introduction) -> tuple[Store, RankInfo]:
+    """Meet the other processes, and compare how all were started; return the store for the group, and the rank info
+    with the processes on this machine."""
+    limit = Limit(run.timeout_minutes.value)
+    # torchrun's store outlives a group; without a prefix the next group would read the addresses of the last one.
+    store = PrefixStore(f"vembed-{next(_groups)}", connect(rank_info, limit))
+    launch = {"num_machines": run.machines.value, "WORLD_SIZE": rank_info.world_size}
+    met = meet(store, rank_info, limit, launch, introduce)
+    log.info("run id: %s", met.run_id)
+    return store, counted(rank_info, met)
 
 
 def _choose_interface() -> None:

@@ -25,6 +25,7 @@ from vembed.models.heads import Head
 from vembed.models.names import plain_name
 from vembed.models.processors import load_chat_template, load_tokenizer, save_processors
 from vembed.saving.card import Card, render_card
+from vembed.saving.durability import sync, sync_folder
 from vembed.saving.layout import write_json, write_layout
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
+    sync_folder(new)  # before the rename: after a power cut, the name implies complete files
     if is_link and target.is_dir():
         _move_into(new, target)
         return
@@ -108,6 +110,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     if target.exists():
         target.rename(old)
     new.rename(target)
+    sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -21,7 +21,7 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed.environment import GROUP, RankInfo, read_rank_info
 from vembed.distributed.launch import DEFAULT_PORT, num_visible_devices, rank_environments, run_ranks
 from vembed.errors import UserError
-from vembed.training.resume import candidates
+from vembed.training.resume import candidates, refuse_own_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ def run_train(arguments: TrainArguments, env: Mapping[str, str] = os.environ, *,
         return 0
     require_earlier_stage(resolved)
     if rank_info is None:
+        refuse_own_model(config)
         candidates(config)  # refuses a folder with an earlier run before any process is started
     if rank_info is not None or launch.world_size == 1:
         os.environ.update(launch.changes or {})

@@ -37,8 +37,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives
+from vembed.distributed.meeting import require_equal
 from vembed.distributed.session import Session
 from vembed.errors import RunError, UserError
+from vembed.saving.durability import way_out
 from vembed.training import checkpoint_schema, integrity
 from vembed.training.finished import NothingLeft, finished_run, forget_finished
 from vembed.training.integrity import ABANDONED, DAMAGED, PARTIAL, STATE, checkpoint_name, list_checkpoints
@@ -50,6 +52,7 @@ from vembed.training.resume import (
     keep_global_batch,
     nothing_left,
     refuse,
+    refuse_own_model,
     trim_metrics,
 )
 from vembed.training.state import optimizer_kind, quieten_torch, restore, tensors_of
@@ -96,15 +99,14 @@ class Checkpointer:
     def find(self) -> Path | None:
         """Return the checkpoint to resume from, or None for a new run.
 
-        Raise UserError if output_dir is not writable or holds another run. Remove incomplete folders that a killed
-        process left, and skip damaged checkpoints. Nothing else is changed before `begin`.
+        Raise UserError if output_dir is not writable or holds another run. Skip damaged checkpoints. Nothing is
+        changed before `begin`.
         """
         self._probe()
         answer: dict[str, Any] = {}
         if self.session.is_main:
-            for name in integrity.remove_leftovers(self.output):
-                log.info("removed %s (incomplete, left by an earlier process)", name)
             try:
+                refuse_own_model(self.config)
                 answer = {"paths": [str(path) for path in candidates(self.config)]}
             except UserError as error:
                 answer = {"error": str(error)}
@@ -128,6 +130,9 @@ class Checkpointer:
                 + "); restore one, or start anew with resume: auto or in another output_dir"
             )
         self._damaged = frozenset(damaged)
+        # A path to resume from may be a folder of each machine's own.
+        seal = None if chosen is None else integrity.sha256_of(chosen / integrity.MANIFEST)
+        require_equal("the checkpoint to resume from", seal, "give every machine the same one")
         if chosen is not None:
             self._saved_step = int(read_state(chosen)["loop"]["step"])
             log.info("resuming from %s (step %d)", chosen, self._saved_step)
@@ -139,11 +144,8 @@ class Checkpointer:
             self.config = keep_global_batch(self.config, read_state(directory), self.session.world_size)
         return self.config
 
-    def begin(self, directory: Path | None, total_steps: int) -> None:
-        """Make room for the run: set aside later checkpoints, and with `overwrite` remove the earlier run. Collective.
-
-        Raise NothingLeft, with nothing changed, if output_dir holds a finished run to which no step would be added.
-        """
+    def require_steps_left(self, directory: Path | None, total_steps: int) -> None:
+        """Raise NothingLeft if output_dir holds a finished run to which no step would be added. Collective."""
         answer: dict[str, Any] = {}
         if self.session.is_main:
             chosen = None if directory is None else (self._saved_step, directory)
@@ -158,12 +160,24 @@ class Checkpointer:
             finished = finished_run(self.output)
             assert finished is not None
             raise NothingLeft(finished, total_steps)
+
+    def begin(self, directory: Path | None) -> None:
+        """Make room for the run: remove what a killed process left incomplete, set aside later checkpoints, with
+        `overwrite` remove the earlier run, and cut metrics.jsonl to end where this run begins. Collective.
+
+        Called when all checks have passed and the model is loaded: it is the first change of the folder.
+        """
         if self.session.is_main:
+            for name in integrity.remove_leftovers(self.output):
+                log.info("removed %s (incomplete, left by an earlier process)", name)
             if self.config.overwrite and directory is None:
                 self._remove_earlier_run()
             self._set_aside(directory, self._damaged)
             if directory is None:
                 trim_metrics(self.output, -1)
+            else:
+                loop = read_state(directory)["loop"]
+                trim_metrics(self.output, loop["step"], is_scored=loop.get("scored_step") == loop["step"])
         collectives.barrier()
 
     def check(self, directory: Path | None, identity: Mapping[str, Any]) -> None:
@@ -197,14 +211,11 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Restore model, loss and optimizer from a checkpoint; return the `state` that was passed to `save`.
 
-        `tensors` (see `save`) are filled in place, those that the checkpoint holds. metrics.jsonl is cut to end at the
-        checkpoint's step.
+        `tensors` (see `save`) are filled in place, those that the checkpoint holds.
         """
         saved = read_state(directory)
         self._read(directory, saved, model, loss, optimizer, tensors or {})
         state: dict[str, Any] = saved["loop"]
-        if self.session.is_main:
-            trim_metrics(self.output, state["step"])
         changed = {one.name for one in self._differences(directory)} & JUDGES
         if changed:
             log.info("the best score is reset (eval_metric or the evaluation data changed)")
@@ -412,7 +423,8 @@ class Checkpointer:
         kept = [path.name for _, path in list_checkpoints(self.output)]
         what = f"{final.name} could not be written ({problem}); the newest checkpoint is {kept[-1] if kept else 'none'}"
         if self.config.on_save_error == "stop":
-            raise RunError(f"{what}. Make room in {self.output} and resume, or set on_save_error: continue")
+            way = way_out(problem, self.output)
+            raise RunError(f"{what}. {way[0].upper()}{way[1:]} and resume, or set on_save_error: continue")
         log.error("%s; going on (on_save_error: continue)", what)
 
     def _committed(self, final: Path, kept_steps: Sequence[int | None], began: float) -> None:

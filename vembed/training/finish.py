@@ -25,6 +25,7 @@ from vembed.inference.encoding import encode_items
 from vembed.models.precision import saved_dtype
 from vembed.report.summary import RunSummary, collect_versions
 from vembed.saving.card import Card
+from vembed.saving.durability import way_out
 from vembed.saving.files import save_model
 from vembed.training.integrity import list_checkpoints
 from vembed.training.loop_state import LoopState
@@ -41,7 +42,8 @@ def save_final(config: TrainConfig, session: Session, data: RunData, parts: RunM
         kept = [path.name for _, path in list_checkpoints(Path(config.output_dir))]
         what = f"resume from {kept[-1]}" if kept else "train again (save_steps would have kept checkpoints)"
         raise RunError(
-            f"final/ and the report could not be written ({error}): make room in {config.output_dir} and {what}"
+            f"final/ and the report could not be written ({error}): {way_out(str(error), Path(config.output_dir))} "
+            f"and {what}"
         ) from error
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from vembed.saving.durability import sync, write_durably
 
 log = logging.getLogger("vembed")
 
@@ -75,23 +76,6 @@ def sha256_of(path: Path) -> str:
         while block := file.read(_READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a new file and flush it to disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Flush a file's content, or a folder's directory entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_manifest(directory: Path, checksums: Mapping[str, str]) -> None:

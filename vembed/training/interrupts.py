@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives
+from vembed.distributed.launch import SAME_REQUEST_SECONDS
 from vembed.errors import Stopped
 
 log = logging.getLogger("vembed")
@@ -20,9 +21,6 @@ log = logging.getLogger("vembed")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that end a run. Slurm can be asked to send SIGUSR1 some time before its SIGTERM; a closed terminal sends
 SIGHUP. Both count as SIGTERM (exit code 143). A signal that was ignored when the run began (nohup) stays ignored."""
-SAME_REQUEST_SECONDS = 2.0
-"""Seconds within which a repeated signal counts as the same one. Ctrl-C reaches every process, and launchers pass it
-on."""
 _TIME_IS_UP = 1
 _CHECK_EVERY = 8
 _SLACK_SECONDS = 60.0

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -49,25 +50,41 @@ class SafeFormatter(logging.Formatter):
         return line
 
 
+@dataclass(frozen=True, slots=True)
+class Outlets:
+    """Console and log file of a run."""
+
+    console: Console
+    file: LogFile | None
+    """The log file, on rank 0."""
+
+    def begin(self) -> None:
+        """Write the log file from here on, with the lines so far. Raise UserError if it cannot be written to."""
+        if self.file is not None:
+            _begin(self.file)
+
+
 @contextmanager
-def run_logging(config: TrainConfig, rank: int) -> Iterator[Console]:
+def run_logging(config: TrainConfig, rank: int) -> Iterator[Outlets]:
     """Send the lines of logger "vembed" to the console and the run's files while the with-block runs."""
     output = Path(config.output_dir)
     plain = SafeFormatter("%(asctime)s %(levelname)s %(message)s")
     handlers: list[logging.Handler] = []
+    file: LogFile | None = None
     stream = ResilientStream(sys.stdout)
     console = Console(file=cast(TextIO, stream), quiet=rank != 0)
     if rank == 0:
         screen = ConsoleHandler(console, stream, config_console(config))
         screen.setFormatter(SafeFormatter("%(message)s"))
         screen.setLevel(logging.INFO)
-        file = _log_file(output / config.log_file)
+        file = LogFile(output / config.log_file)
         file.setFormatter(plain)
         file.setLevel(logging.DEBUG if config.debug else logging.INFO)
         handlers += [screen, file]
     if config.debug:
-        own = _log_file(output / "logs" / f"rank-{rank}.log")
+        own = LogFile(output / "logs" / f"rank-{rank}.log")
         own.setFormatter(plain)
+        _begin(own)  # it is read when a start hangs
         handlers.append(own)
     before = log.level, log.propagate
     log.setLevel(logging.DEBUG if config.debug else logging.INFO)
@@ -77,7 +94,7 @@ def run_logging(config: TrainConfig, rank: int) -> Iterator[Console]:
     if not handlers:
         log.addHandler(logging.NullHandler())
     try:
-        yield console
+        yield Outlets(console, file)
     finally:
         for handler in list(log.handlers):
             log.removeHandler(handler)
@@ -86,10 +103,11 @@ def run_logging(config: TrainConfig, rank: int) -> Iterator[Console]:
         log.propagate = before[1]
 
 
-def _log_file(path: Path) -> LogFile:
+def _begin(file: LogFile) -> None:
+    path = Path(file.baseFilename)
     try:
-        path.parent.mkdir(exist_ok=True)
-        return LogFile(path, encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file.begin()
     except OSError as error:
         raise UserError(
             f"output_dir: {path} cannot be written to ({error.strerror}); give a folder that every process may write "
@@ -121,6 +139,12 @@ class Metrics(Hook):
         step, scores = evaluation.step, evaluation.scores
         line = {"step": step, "epoch": evaluation.epoch, "eval": dict(scores), "time": _now()}
         self._write(line, {f"eval/{key.replace('@', '_at_')}": value for key, value in scores.items()}, step)
+
+    def state(self) -> dict[str, Any]:
+        """Flush the file to the disk: a checkpoint must not be newer than its lines. There is no state."""
+        if self.file is not None:
+            self.file.sync()
+        return {}
 
     def on_finish(self, run: Run) -> None:
         """Close the file: the report reads it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -53,9 +54,35 @@ class ResilientStream:
 
 
 class LogFile(logging.FileHandler):
-    """Log file that survives a full disk. The failure is reported once on the console; the file then lacks lines."""
+    """Log file that survives a full disk. The failure is reported once on the console; the file then lacks lines.
+
+    Until `begin`, lines are held in memory: a start that is refused writes nothing.
+    """
 
     is_told = False
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=True)
+        self._held: list[str] | None = []
+
+    def begin(self) -> None:
+        """Open the file and write the lines so far."""
+        self.acquire()
+        try:
+            held, self._held = self._held, None
+            if held is not None:
+                self.stream = self._open()
+                self.stream.write("".join(f"{line}\n" for line in held))
+                self.stream.flush()
+        finally:
+            self.release()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, or hold it."""
+        if self._held is None:
+            super().emit(record)
+        else:
+            self._held.append(self.format(record))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - Python's name
         """Report a line that could not be written. Called by logging."""
@@ -100,8 +127,17 @@ class LineFile:
             log.info("%s: %d lines that waited are written", self.path, len(self.waiting))
         self.waiting = []
 
+    def sync(self) -> None:
+        """Flush what is written to the disk."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system without it
+                log.warning("%s: %s", self.path, error.strerror)
+
     def close(self) -> None:
-        """Close the file. Lines still pending are lost and counted."""
+        """Flush the file to the disk and close it. Lines still pending are lost and counted."""
+        self.sync()
         if self.waiting:
             log.error("%s: %d lines found no room and are lost", self.path, len(self.waiting))
         self._file.close()

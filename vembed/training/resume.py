@@ -11,8 +11,9 @@ from typing import Any
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.training.finished import FinishedRun, finished_run
-from vembed.training.integrity import MANIFEST, list_checkpoints, write_durably
+from vembed.saving.durability import write_durably
+from vembed.training.finished import FINAL, FinishedRun, finished_run
+from vembed.training.integrity import MANIFEST, list_checkpoints
 
 log = logging.getLogger("vembed")
 
@@ -144,6 +145,23 @@ def candidates(config: TrainConfig) -> list[Path]:
     return found
 
 
+def refuse_own_model(config: TrainConfig) -> None:
+    """Raise UserError if the run would overwrite the model that it starts from."""
+    output = Path(config.output_dir).resolve()
+    for option, name in (("model_name", config.model_name), ("image_model_name", config.image_model_name)):
+        path = Path(name).expanduser() if name is not None else None
+        if path is None or not path.is_dir():
+            continue
+        model = path.resolve()
+        is_own_run = model == output and (output / FINAL).is_dir() and not (output / "config.json").is_file()
+        below = [one.name for one in (model, *model.parents) if one.parent == output]
+        if is_own_run or any(one == FINAL or one.startswith("checkpoint-") for one in below):
+            raise UserError(
+                f"{option}: {name} is inside output_dir: {config.output_dir}, where this run would overwrite it: give "
+                "another output_dir"
+            )
+
+
 def _refuse_earlier_run(output: Path, own: list[Path], finished: FinishedRun | None) -> None:
     """Raise UserError if a new run would replace what is in its output_dir."""
     ways = (
@@ -201,14 +219,14 @@ def keep_global_batch(config: TrainConfig, saved: Mapping[str, Any], world_size:
     return config.model_copy(update={"global_batch_size": size})
 
 
-def trim_metrics(output_dir: Path, step: int) -> int:
+def trim_metrics(output_dir: Path, step: int, *, is_scored: bool = True) -> int:
     """Drop lines of metrics.jsonl after `step`, and an incomplete last line, so that no step appears twice. Return
-    how many."""
+    how many. `is_scored`: false drops the evaluation of `step` too, which the run will make again."""
     path = output_dir / METRICS
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
+    kept = [line for line in lines if line.endswith(b"\n") and _place_of(line) <= (step, is_scored)]
     if len(kept) != len(lines):
         # Written to a temporary file and renamed, so that a crash loses nothing.
         aside = path.with_name(METRICS + ".partial")
@@ -217,9 +235,11 @@ def trim_metrics(output_dir: Path, step: int) -> int:
     return len(lines) - len(kept)
 
 
-def _step_of(line: bytes) -> float:
+def _place_of(line: bytes) -> tuple[float, bool]:
+    """Return the step of a line, and whether it is an evaluation, which comes after the step's own line."""
     try:
-        step = json.loads(line)["step"]
+        values = json.loads(line)
+        step, is_evaluation = values["step"], "eval" in values
     except (ValueError, KeyError, TypeError):
-        return float("inf")
-    return float(step) if isinstance(step, int | float) else float("inf")
+        return float("inf"), False
+    return (float(step) if isinstance(step, int | float) else float("inf")), is_evaluation

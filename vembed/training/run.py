@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from vembed.config.loading import Source, require_earlier_stage, resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.data.in_memory import as_path
+from vembed.distributed.environment import RankInfo
 from vembed.distributed.session import start_session
+from vembed.training.agreement import facts_of
 from vembed.training.callbacks import Callbacks, OnEvaluation, OnStep
 from vembed.training.checkpoint import Checkpointer
 from vembed.training.console import HEADLINE
 from vembed.training.finished import NothingLeft
 from vembed.training.hooks import Hook
 from vembed.training.interrupts import Interrupts
+from vembed.training.lock import OutputLock
 from vembed.training.logs import require_trackers, run_logging
-from vembed.training.setup import make_output_folder
 from vembed.training.trainer import Runtime, Trainer, TrainResult
 
 log = logging.getLogger("vembed")
@@ -48,11 +52,18 @@ def train(
     settings = resolved.config
     require_earlier_stage(resolved)
     require_trackers(resolved.config)
-    make_output_folder(settings)
+    lock = OutputLock(Path(settings.output_dir))
+
+    def introduce(ranks: RankInfo) -> dict[str, Any]:
+        if ranks.rank == 0:
+            lock.take()  # before anything is read
+        return facts_of(resolved) if ranks.world_size > 1 else {}
+
     with (
-        run_logging(settings, rank=int(os.environ.get("RANK", "0"))) as console,
+        lock,
+        run_logging(settings, rank=int(os.environ.get("RANK", "0"))) as outlets,
         Interrupts(settings) as interrupts,
-        start_session(resolved) as session,
+        start_session(resolved, introduce) as session,
         Checkpointer(settings, session) as checkpointer,
     ):
         for line in resolved.translated:
@@ -60,7 +71,7 @@ def train(
         for line in resolved.notes:
             log.info("note: %s", line, extra=HEADLINE)
         try:
-            return Trainer(settings, Runtime(session, checkpointer, interrupts, console), hooks).run()
+            return Trainer(settings, Runtime(session, checkpointer, interrupts, outlets), hooks).run()
         except NothingLeft as done:
             log.info("%s", done, extra=HEADLINE)
             return TrainResult(done.run.model_dir, done.run.folder, done.run.scores(), done.run.step)

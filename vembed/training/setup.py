@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -37,16 +36,6 @@ log = logging.getLogger("vembed")
 
 SAMPLE = 2048
 """Number of documents whose embeddings determine the principal directions."""
-
-
-def make_output_folder(config: TrainConfig) -> None:
-    """Create output_dir and its parents. Every process calls this."""
-    try:
-        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"output_dir: {config.output_dir} cannot be created ({error.strerror}); give a folder that you may write to"
-        ) from error
 
 
 @contextmanager

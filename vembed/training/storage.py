@@ -39,8 +39,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 from typing_extensions import override
 
+from vembed.saving.durability import write_durably
 from vembed.training.checkpoint_schema import INDEX
-from vembed.training.integrity import STATE, commit, write_durably
+from vembed.training.integrity import STATE, commit
 
 FILE_BYTES = 256 * 2**20
 """Approximate size of a file of pieces. While writing, a process holds this much twice in memory."""

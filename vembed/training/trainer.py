@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from vembed.config.loading import save_config
 from vembed.config.schema import TrainConfig
 from vembed.data.rank_batch import RankBatch
+from vembed.distributed.meeting import require_equal
 from vembed.distributed.memory import fsdp_print_memory_usage
 from vembed.distributed.parameters import log_parameter_summary
 from vembed.distributed.session import Session
@@ -35,8 +34,9 @@ from vembed.training.diagnostics import Diagnostics, log_line
 from vembed.training.finish import check_embeddings, save_final
 from vembed.training.frozen import log_use
 from vembed.training.hooks import Evaluation, Hook, Hooks, StepReport
+from vembed.training.identity import identity_of
 from vembed.training.interrupts import EvaluationStopped, Interrupts
-from vembed.training.logs import Metrics, ProgressBar
+from vembed.training.logs import Metrics, Outlets, ProgressBar
 from vembed.training.loop_state import LoopState
 from vembed.training.profiling import Profile
 from vembed.training.query_record import QueryRecord
@@ -72,7 +72,7 @@ class Runtime:
     session: Session
     checkpointer: Checkpointer
     interrupts: Interrupts
-    console: Console
+    outlets: Outlets
 
 
 class Trainer:
@@ -83,22 +83,21 @@ class Trainer:
         self.clock = RunClock()
         self.config = config
         self.session = session = runtime.session
-        self.checkpointer, self.interrupts = runtime.checkpointer, runtime.interrupts
-        resume_from = self.checkpointer.find()  # also refuses a folder that is not writable or holds another run
+        self.checkpointer, self.interrupts, self.outlets = runtime.checkpointer, runtime.interrupts, runtime.outlets
+        # Also refuses a folder that is not writable or holds another run.
+        self.resume_from = resume_from = self.checkpointer.find()
         self.config = config = self.checkpointer.with_global_batch(resume_from)
         self.data = open_data(config, session)
         # Before the model is built, which may take minutes.
-        identity = {"data": self.data.examples.fingerprint, "global_batch_size": self.data.examples_per_step}
-        self.checkpointer.check(resume_from, identity)
-        self.checkpointer.begin(resume_from, self.data.total_steps)
-        if session.is_main:
-            save_config(config, Path(config.output_dir) / "config.yaml")
+        require_equal("the data's content", self.data.examples.fingerprint, "give every machine the same data_path")
+        self.checkpointer.check(resume_from, identity_of(config, self.data))
+        self.checkpointer.require_steps_left(resume_from, self.data.total_steps)
         self.parts = parts = build_parts(config, self.data, session)
         self.schedule = Schedule(config, self.data.total_steps, self.data.examples_per_step)
         log_parameter_summary(parts.model)
         own: list[Hook] = [
             *configured_hooks(config),  # before those that write the scores
-            ProgressBar(runtime.console),
+            ProgressBar(runtime.outlets.console),
             Profile(config, session.rank, self.data.total_steps),
             Diagnostics(),
             LossesBySource(),
@@ -133,6 +132,11 @@ class Trainer:
     def start(self) -> None:
         """Start the hooks and evaluate the weights before the first step."""
         state, config, total_steps = self.state, self.config, self.data.total_steps
+        # All checks have passed and the model is there: only from here on the folder is changed.
+        self.checkpointer.begin(self.resume_from)
+        self.outlets.begin()
+        if self.session.is_main:
+            save_config(config, Path(config.output_dir) / "config.yaml")
         self.restart_stream()
         self.hooks.on_start(self)
         if config.eval_before and state.step == 0:

@@ -1,0 +1,89 @@
+"""Fingerprints of the files that a run reads, for comparisons between ranks and with the run that is resumed."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+WHOLE_BYTES = 64 * 2**20
+"""Files up to this size are read whole; of larger ones their size and PARTS pieces are."""
+PARTS = 128
+PART_BYTES = 2**16
+MODEL_FILES = frozenset({".json", ".safetensors", ".txt", ".model", ".jinja", ".py"})
+_AT_TOP = ("config.json", "modules.json", "adapter_config.json")
+
+
+def of_data(name: str) -> str | None:
+    """Return the fingerprint of a data file or folder; None for what is no path here (a Hub name)."""
+    path = _path(name)
+    if path is None:
+        return None
+    try:
+        return _short([_file(path)]) if path.is_file() else _folder(path, _files(path))
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def of_model(name: str, revision: str | None = None) -> str | None:
+    """Return the fingerprint of a model's files; of a Hub model the commit in the cache; None if neither is here."""
+    path = _path(name)
+    if path is None:
+        return _commit(name, revision)
+    if not path.is_dir():
+        return None
+    if (path / "final").is_dir() and not any((path / one).is_file() for one in _AT_TOP):
+        path = path / "final"  # the folder of a run
+    try:
+        return _folder(path, [one for one in _files(path) if one.suffix in MODEL_FILES])
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def _path(name: str) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError):  # not a valid name of a file
+        return None
+
+
+def _commit(name: str, revision: str | None) -> str | None:
+    """Return the commit of a Hub model in the cache, which is the name of its folder there."""
+    for file in _AT_TOP:
+        try:
+            found = try_to_load_from_cache(name, file, revision=revision)
+        except ValueError:  # no name that the Hub could have
+            return None
+        if isinstance(found, str):
+            return Path(found).parent.name
+    return None
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files below a folder, without hidden ones."""
+    found = [one for one in folder.rglob("*") if one.is_file()]
+    return sorted(one for one in found if not any(part.startswith(".") for part in one.relative_to(folder).parts))
+
+
+def _folder(folder: Path, files: list[Path]) -> str:
+    return _short([part for one in files for part in (one.relative_to(folder).as_posix(), _file(one))])
+
+
+def _file(path: Path) -> str:
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as file:
+        if size <= WHOLE_BYTES:
+            while block := file.read(2**20):
+                digest.update(block)
+        else:
+            for part in range(PARTS):
+                file.seek(part * (size - PART_BYTES) // (PARTS - 1))
+                digest.update(file.read(PART_BYTES))
+    return digest.hexdigest()
+
+
+def _short(parts: list[str]) -> str:
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,225 @@
+"""Lock on output_dir: one run at a time writes there. Rank 0 takes it before anything is read.
+
+The file `.lock` names the run, host and process of its owner. Its modification time, set anew every few seconds, is the
+owner's sign of life.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from vembed.distributed.network import machine_name
+from vembed.errors import UserError
+
+log = logging.getLogger("vembed")
+
+LOCK = ".lock"
+BEAT_SECONDS = 10.0
+DEAD_SECONDS = 90.0
+"""Age of the last sign of life from which an owner on another host counts as dead."""
+LOOK_SECONDS = 1.0
+SETTLE_SECONDS = 0.3
+"""Time after which one of several starts that replace a dead owner's lock at once knows that it has won."""
+
+
+class OutputLock:
+    """The lock of one run on its output folder. A context manager: the exit releases it, if it was taken."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / LOCK
+        self._content = b""
+        self._made: list[Path] = []
+        """Folders that did not exist before; removed at the exit if they are empty."""
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> None:
+        """Take the lock. Raise UserError if a living run has it, or if the folder cannot be written to."""
+        self._make_folder()
+        content = json.dumps({**_this_process(), "started": time.time()}).encode()
+        try:
+            while not self._create(content):
+                owner = self._dead_owner()
+                if owner is not None:
+                    self._replace(content, owner)
+                    break
+        except OSError as error:
+            raise UserError(
+                f"output_dir: {self.folder} cannot be written to ({error.strerror}); give a folder that every process "
+                "may write to, on a disk with room"
+            ) from error
+        self._content = content
+        self._thread = threading.Thread(target=self._beat, name="vembed-lock", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            self._thread = None
+            with suppress(OSError):
+                if self.path.read_bytes() == self._content:
+                    self.path.unlink()
+        for folder in reversed(self._made):
+            with suppress(OSError):  # a run that has begun has filled it
+                folder.rmdir()
+        self._made = []
+
+    def _make_folder(self) -> None:
+        missing = [one for one in (self.folder, *self.folder.parents) if not one.exists()]
+        try:
+            for one in reversed(missing):
+                with suppress(FileExistsError):
+                    one.mkdir()
+                    self._made.append(one)
+            self.folder.mkdir(parents=True, exist_ok=True)  # says so where a file is in the way
+        except OSError as error:
+            raise UserError(
+                f"output_dir: {self.folder} cannot be created ({error.strerror}); give a folder that you may write to"
+            ) from error
+
+    def _create(self, content: bytes) -> bool:
+        """Create the file with its content, unless it exists. Return whether it was created."""
+        own = self.path.with_name(f"{LOCK}.{os.getpid()}")
+        own.write_bytes(content)
+        try:
+            # A link appears with its content; a created file would be empty for a moment.
+            os.link(own, self.path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            try:
+                descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                return False
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+        finally:
+            own.unlink(missing_ok=True)
+        return True
+
+    def _dead_owner(self) -> str | None:
+        """Return who the dead owner of the lock is, or None if it has just been released. Raise UserError if it
+        lives."""
+        try:
+            age = self._now() - self.path.stat().st_mtime
+            owner = _read(self.path.read_bytes())
+        except FileNotFoundError:
+            return None
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["started"]))
+        where = f"host {owner['host']}, process {owner['pid']}, started {started}"
+        if owner["machine"] == _machine():
+            is_dead = _is_gone(owner)
+            sign = "which has ended" if is_dead else "which is running"
+        else:
+            is_dead = self._is_silent(age)
+            sign = f"without a sign of life for {DEAD_SECONDS:g} s" if is_dead else "which gives signs of life"
+        if is_dead:
+            return f"{where}, {sign}"
+        raise UserError(
+            f"output_dir: {self.folder} is in use by another run ({where}, {sign}): wait for its "
+            "end, stop it, or choose another output_dir; the lock of a run that is dead is taken over by itself, at "
+            f"once on its own host and after {DEAD_SECONDS:g} s on another (or remove {self.path})"
+        )
+
+    def _replace(self, content: bytes, owner: str) -> None:
+        """Put this run's lock in the place of a dead owner's."""
+        own = self.path.with_name(f"{LOCK}.{os.getpid()}")
+        own.write_bytes(content)
+        own.replace(self.path)
+        time.sleep(SETTLE_SECONDS)
+        if self.path.read_bytes() != content:
+            raise UserError(f"output_dir: {self.folder} was taken by another run that started at the same time")
+        log.warning("took over the lock on %s from a run that is dead (%s)", self.folder, owner)
+
+    def _is_silent(self, age: float) -> bool:
+        """Return whether the owner, on another host, gives no sign of life until it is too old. A job that is put on
+        another machine after a crash begins by itself that way."""
+        last = self.path.stat().st_mtime
+        if age < DEAD_SECONDS:
+            log.info("output_dir: %s has a lock of another host: looking for signs of life", self.folder)
+        end = time.monotonic() + DEAD_SECONDS - age
+        while time.monotonic() < end:
+            time.sleep(LOOK_SECONDS)
+            with self.path.open("rb") as file:  # opened anew: network file systems remember the times of files
+                if os.fstat(file.fileno()).st_mtime != last:
+                    return False
+        return True
+
+    def _now(self) -> float:
+        """Return the time by the clock of the file system, which sets the times of files."""
+        probe = self.path.with_name(f"{LOCK}.{os.getpid()}")
+        probe.write_bytes(b"")
+        try:
+            return probe.stat().st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        """Renew the sign of life until the end. Runs in a thread of its own."""
+        while not self._ended.wait(BEAT_SECONDS):
+            try:
+                if self.path.read_bytes() != self._content:
+                    log.error("%s belongs to another run now: two runs write to %s", self.path, self.folder)
+                    return
+                os.utime(self.path)
+            except OSError:  # the disk may come back
+                continue
+
+
+def _machine() -> str:
+    """Return the name of this machine and, in a container, of its processes' namespace."""
+    try:
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        namespace = ""
+    return f"{machine_name()} {namespace}"
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "host": machine_name().partition(" ")[0],
+        "machine": _machine(),
+        "pid": os.getpid(),
+        "process_started": psutil.Process().create_time(),
+    }
+
+
+def _is_gone(owner: dict[str, Any]) -> bool:
+    """Return whether the owner, a process of this machine, has ended. Its number may be another process's now."""
+    try:
+        process = psutil.Process(owner["pid"])
+        return process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - owner["process_started"]) > 1.0
+    except psutil.Error:
+        return not psutil.pid_exists(owner["pid"])
+
+
+def _read(content: bytes) -> dict[str, Any]:
+    """Return what a lock says. One that cannot be read counts as that of an unknown host."""
+    try:
+        found = json.loads(content)
+        return {
+            "host": str(found["host"]),
+            "machine": str(found["machine"]),
+            "pid": int(found["pid"]),
+            "process_started": float(found["process_started"]),
+            "started": float(found["started"]),
+        }
+    except (ValueError, KeyError, TypeError):
+        return {"host": "unknown", "machine": "", "pid": 0, "process_started": 0.0, "started": 0.0}
