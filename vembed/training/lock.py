@@ -50,9 +50,8 @@ class OutputLock:
         content = json.dumps({**_this_process(), "started": time.time()}).encode()
         try:
             while not self._create(content):
-                owner = self._dead_owner()
-                if owner is not None:
-                    self._replace(content, owner)
+                with suppress(FileNotFoundError):  # released meanwhile: try again
+                    self._replace(content, self._dead_owner())
                     break
         except OSError as error:
             raise UserError(
@@ -114,14 +113,10 @@ class OutputLock:
             own.unlink(missing_ok=True)
         return True
 
-    def _dead_owner(self) -> str | None:
-        """Return who the dead owner of the lock is, or None if it has just been released. Raise UserError if it
-        lives."""
-        try:
-            age = self._now() - self.path.stat().st_mtime
-            owner = _read(self.path.read_bytes())
-        except FileNotFoundError:
-            return None
+    def _dead_owner(self) -> str:
+        """Return who the dead owner of the lock is. Raise UserError if it lives."""
+        age = self._now() - self.path.stat().st_mtime
+        owner = _read(self.path.read_bytes())
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["started"]))
         where = f"host {owner['host']}, process {owner['pid']}, started {started}"
         if owner["machine"] == _machine():
