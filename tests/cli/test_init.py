@@ -13,6 +13,7 @@ from tests.tiny import shared, tiny_bert, tiny_clip
 from vembed.config.loading import load_config
 from vembed.start import ask, values
 from vembed.start.guess import guess
+from vembed.start.language import is_english
 from vembed.tools import init_memory
 
 GERMAN = ("Drucker", "Rechnung", "Passwort", "Konto", "Bestellung", "Lieferung", "Garantie", "Termin", "Vertrag")
@@ -56,6 +57,16 @@ def test_columns_can_be_named(vembed: Command, faq: str) -> None:
     done = vembed("init", "--data", faq, "--query", "Kundenfrage", "--force")
     assert done.code == 2
     assert "faq.csv has no column 'Kundenfrage', did you mean 'Kundenfrage (orig)'?" in done.err
+
+
+def test_texts_that_are_not_english_get_a_model_of_many_languages(vembed: Command, faq: str) -> None:
+    assert vembed("init", "--data", faq).code == 0
+    assert load_config("vembed.yaml").model_name == "intfloat/multilingual-e5-base"
+    assert "of many languages: the texts are not English" in Path("vembed.yaml").read_text(encoding="utf-8")
+    assert is_english(["How do I reset my password?", "The printer is in the hall, caf\u00e9 side."])
+    assert is_english(["red cat", "SKU 12"]), "no language to be seen"
+    assert not is_english(["Comment est la livraison dans le pays", "Je ne sais pas"])
+    assert not is_english(["\u043a\u0430\u043a \u0434\u0435\u043b\u0430"])
 
 
 def test_a_mapping_of_a_column_that_is_not_there_names_the_nearest(vembed: Command, faq: str) -> None:

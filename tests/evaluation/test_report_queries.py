@@ -13,7 +13,7 @@ from PIL import Image
 
 import vembed
 from tests.training.test_run import settings
-from vembed.report.page import table_html
+from vembed.report.page import queries_html
 from vembed.report.query_changes import NO_DIFFERENCE, Changed, compare_queries, paired_interval, path_of, read_queries
 from vembed.report.record import read_run
 from vembed.report.report import changed_table, curves
@@ -100,7 +100,7 @@ def test_images_are_shown_as_thumbnails(tmp_path: Path) -> None:
     table = changed_table([changed], has_pictures=True)
     assert table.rows[0][:4] == ("a red wall", "red.png", "blue.png", "[relevant] red.png")
     assert [len(table.pictures[0, column]) for column in range(4)] == [0, 1, 1, 1]
-    page = table_html(table, plain=True)
+    page = queries_html(table)
     assert page.count('<img src="data:image/jpeg;base64,') == 3 and str(tmp_path) not in page
     picture = Image.open(io.BytesIO(base64.b64decode(table.pictures[0, 1][0].partition(",")[2])))
     assert picture.size == (96, 64)

@@ -32,6 +32,8 @@ class Starter:
 
     model_name: str
     about: str
+    multilingual: str | None = None
+    """Model for texts that are not English."""
     max_length: int | None = 512
     batch_size: int = 64
     learning_rate: float = 2e-5
@@ -126,7 +128,11 @@ _RECORDS = (
         evidence="text_input",
         forwards={"text": "text"},
         towers={"text": ""},
-        starter=Starter(model_name="BAAI/bge-base-en-v1.5", about="BERT-like text model"),
+        starter=Starter(
+            model_name="BAAI/bge-base-en-v1.5",
+            multilingual="intfloat/multilingual-e5-base",
+            about="BERT-like text model",
+        ),
     ),
     Family(
         name="text_decoder",

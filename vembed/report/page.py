@@ -81,6 +81,7 @@ h1 .arrow { color: var(--before); font-weight: 400; padding: 0 .12em; }
   background: color-mix(in srgb, var(--good) 12%, transparent); }
 .delta.worse { color: var(--bad); background: color-mix(in srgb, var(--bad) 12%, transparent); }
 .lead { max-width: 46rem; margin: 0; color: var(--ink-soft); font-size: 1.06rem; overflow-wrap: anywhere; }
+section > .lead { margin-bottom: .9rem; }
 .warning { margin: 1.4rem 0 0; padding: .7rem 1rem; border: 1px solid var(--warn-line); border-radius: .5rem;
   background: var(--warn); }
 .warning p { margin: .2rem 0; overflow-wrap: anywhere; }
@@ -117,12 +118,20 @@ details table { margin-top: .6rem; font-size: .9rem; }
 .plain td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
 .plain td:first-child { white-space: nowrap; color: var(--ink-soft); padding-right: 1rem; }
 .plain th { text-align: left; }
+td.interval { white-space: normal; min-width: 8.6rem; }
+.queries { table-layout: fixed; }
+.queries td { vertical-align: top; text-align: left; white-space: normal; overflow-wrap: anywhere; }
+.queries td:first-child { white-space: normal; color: var(--ink); padding-right: 0; }
+.queries th { text-align: left; } .queries th:last-child { width: 7.4rem; }
 td img { display: block; max-width: 4.5rem; max-height: 4.5rem; margin-bottom: .25rem; border-radius: .25rem; }
 footer { margin-top: 3.5rem; padding-top: 1rem; border-top: 1px solid var(--line); color: var(--ink-soft);
   font-size: .85rem; }
 @media (max-width: 30rem) { main { padding: 2rem 1.1rem 3rem; } section { margin-top: 2.4rem; }
   dl { grid-template-columns: 1fr; } dt { padding-bottom: 0; } dd { border-top: 0; padding-top: .1rem; }
   table { font-size: .94rem; } th, td { padding-left: .55rem; } .plain td:first-child { white-space: normal; } }
+@media (max-width: 46rem) { .queries thead { display: none; } .queries tr { display: block; padding: .6rem 0;
+  border-top: 1px solid var(--line); } .queries td { display: block; padding: .2rem 0; border: 0; }
+  .queries td::before { content: attr(data-name); display: block; color: var(--ink-soft); font-size: .8rem; } }
 @media print { main { max-width: none; padding: 0; } section, figure { break-inside: avoid; } }
 """
 
@@ -134,8 +143,8 @@ def render(page: Page) -> str:
         _warnings(page.warnings),
         _scores(page),
         _dims(page),
-        _section("Queries that got better", table_html(page.better, plain=True)) if page.better else "",
-        _section("Queries that got worse", table_html(page.worse, plain=True)) if page.worse else "",
+        _section("Queries that got better", queries_html(page.better)) if page.better else "",
+        _section("Queries that got worse", queries_html(page.worse)) if page.worse else "",
         _section("Over time", _figures(page.figures)) if page.figures else "",
         _section("The run", _facts(page.facts)),
         _section("Use the model", _use(page.model_dir)),
@@ -245,21 +254,34 @@ def table_html(table: Table, *, plain: bool = False) -> str:
     header = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
     classes = [""] * len(table.header) if plain else [_cell_class(name) for name in table.header]
     rows = []
-    for number, row in enumerate(table.rows):
+    for row in table.rows:
         cells = []
-        for column, (cell, name) in enumerate(zip(row, classes, strict=True)):
+        for cell, name in zip(row, classes, strict=True):
             kind = {"+": "up", "-": "down"}.get(cell[:1], "") if name == "change" else name
-            pictures = "".join(
-                f'<img src="{address}" alt="" title="{escape(cell)}">'
-                for address in table.pictures.get((number, column), ())
-            )
-            cells.append(f"<td{f' class={chr(34)}{kind}{chr(34)}' if kind else ''}>{pictures}{escape(cell)}</td>")
+            cells.append(f"<td{f' class={chr(34)}{kind}{chr(34)}' if kind else ''}>{escape(cell)}</td>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
     body = f"<thead><tr>{header}</tr></thead><tbody>{''.join(rows)}</tbody>"
     return f'<div class="scroll"><table{" class=" + chr(34) + "plain" + chr(34) if plain else ""}>{body}</table></div>'
 
 
+def queries_html(table: Table) -> str:
+    """Return a table of queries as HTML, with thumbnails; on narrow screens the cells of a row stand below each
+    other."""
+    rows = []
+    for number, row in enumerate(table.rows):
+        cells = []
+        for column, (name, cell) in enumerate(zip(table.header, row, strict=True)):
+            addresses = table.pictures.get((number, column), ())
+            pictures = "".join(f'<img src="{one}" alt="{escape(cell)}">' for one in addresses)
+            cells.append(f'<td data-name="{escape(name)}">{pictures}{escape(cell)}</td>')
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    header = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
+    return f'<table class="queries"><thead><tr>{header}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+
+
 def _cell_class(header: str) -> str:
+    if "interval" in header:
+        return "interval"
     for word, kind in (("before", "old"), ("after", "now"), ("change", "change")):
         if header.endswith(word):
             return kind

@@ -15,6 +15,7 @@ from vembed.families.table import FAMILIES, Family, Starter, named
 from vembed.start import values
 from vembed.start.ask import confirm, is_terminal
 from vembed.start.guess import guess
+from vembed.start.language import is_english
 from vembed.start.sample import FileSample, read_sample
 
 
@@ -79,6 +80,9 @@ def starter(
     kind = family.starter
     looked = look_at(read_sample(Path(data)), data, mapping or {})
     name = model or kind.model_name
+    about = kind.about
+    if model is None and kind.multilingual is not None and not is_english([*looked.queries, *looked.documents]):
+        name, about = kind.multilingual, f"{kind.about} of many languages: the texts are not English"
     facts = values.model_facts(name)
     lines = [
         "# A starter config for vembed. Train with:   vembed train <this file>",
@@ -86,7 +90,7 @@ def starter(
         "# What it comes to:                         vembed config <this file>",
         "# Every option, with its default and meaning: docs/options.md, or `vembed schema` for your editor.",
         "",
-        _line("model_name", name, f"a name on the Hub or a local folder ({kind.about})"),
+        _line("model_name", name, f"a name on the Hub or a local folder ({about})"),
     ]
     if kind.image_model_name:
         lines += [
