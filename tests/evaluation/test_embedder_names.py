@@ -55,6 +55,10 @@ def test_mistakes_are_user_errors(model: vembed.Embedder, tmp_path: Path) -> Non
         model.similarity("a", model.encode(TEXTS))  # type: ignore[arg-type]
     with pytest.raises(vembed.UserError, match="a has 32 dimensions and b has 16"):
         model.similarity(model.encode(TEXTS), model.encode(TEXTS, truncate_dim=16))
+    with pytest.raises(vembed.UserError, match="the inputs are 3: give a text, an image, a record, or a list"):
+        model.encode(3)  # type: ignore[arg-type]
+    with pytest.raises(vembed.UserError, match="the config is 3: give a path, a dict or a TrainConfig"):
+        vembed.train(3)  # type: ignore[arg-type]
     with pytest.raises(vembed.UserError, match="precision is 'int4'; give one of float32"):
         model.encode(TEXTS, precision="int4")  # type: ignore[arg-type]
     with pytest.raises(vembed.UserError, match="data is a list; give the path"):

@@ -198,6 +198,8 @@ def source_layers(source: str | Path | Mapping[str, Any] | TrainConfig, stage: s
         return [layer]
     if isinstance(source, Mapping):
         tree, name = tree_of_mapping(source), "the config"
+    elif not isinstance(source, str | Path):
+        raise UserError(f"the config is {source!r:.80}: give a path, a dict or a TrainConfig")
     else:
         tree, name = read_tree(Path(source)), str(source)
     keys: dict[str, Node] = dict(tree.value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -124,8 +124,7 @@ class Embedder:
         if kind not in ("query", "document"):
             raise UserError(f"kind is {kind!r}; give query or document")
         single = isinstance(inputs, str | Path | Image.Image | Mapping | Item)
-        given: Sequence[Input] = [inputs] if isinstance(inputs, str | Path | Image.Image | Mapping | Item) else inputs
-        items = [to_item(one) for one in given]
+        items = [to_item(one) for one in ([inputs] if single else _several(inputs))]
         if prompt is not None:
             items = [replace(one, prompt=prompt) for one in items]
         with ProgressReport("encoding", active=show_progress or show_progress_bar) as progress:
@@ -179,9 +178,9 @@ class Embedder:
         Layer 0 is what goes into the first transformer layer, layer k what the k-th one gives, before any last norm;
         -1 is the last. `pooling`: by default the model's own.
         """
-        given: Sequence[Input] = [inputs] if isinstance(inputs, str | Path | Image.Image | Mapping | Item) else inputs
+        single = isinstance(inputs, str | Path | Image.Image | Mapping | Item)
         states = HiddenStates(self.model, self.backbone, self.description, layers, pooling)
-        items = [to_item(one) for one in given]
+        items = [to_item(one) for one in ([inputs] if single else _several(inputs))]
         if any(item.images for item in items):
             raise UserError("hidden states are of texts; an input has an image")
         flat = encode_items(
@@ -260,6 +259,13 @@ def _embeddings(name: str, given: Any) -> np.ndarray:
             "first"
         )
     return np.atleast_2d(array)
+
+
+def _several(inputs: Any) -> list[Any]:
+    """Return inputs that are not one text or image as a list. Raise UserError for what holds none."""
+    if not isinstance(inputs, Iterable):
+        raise UserError(f"the inputs are {inputs!r:.80}: give a text, an image, a record, or a list of them")
+    return list(inputs)
 
 
 def to_item(given: Input) -> Item:
