@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,6 +30,8 @@ def init(
         mapping = column_mapping_of(column_mapping) or {}
         mapping |= {name: role for name, role in ((query, "query"), (positive, "positive")) if name is not None}
         path = run_init(family, data, output, model=model, val_data=val_data, mapping=mapping, force=force)
+        if not Path(data).exists():
+            sys.stderr.write(f"note: {data} is not here, so columns, lengths and sizes are defaults; check the path\n")
         sys.stdout.write(f"wrote {path}; train with: vembed train {path}\n")
 
     end(call)

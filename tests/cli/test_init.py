@@ -107,6 +107,16 @@ def test_a_clip_config_fits_the_model(vembed: Command) -> None:
     assert config.temperature == facts.temperature
 
 
+def test_a_folder_of_images_and_a_missing_file(vembed: Command) -> None:
+    Path("pictures").mkdir()
+    Path("pictures/a.png").touch()
+    done = vembed("init", "--family", "clip", "--data", "pictures")
+    assert done.code == 2 and "pictures is a folder of images, which says nothing of what belongs together" in done.err
+    assert not Path("vembed.yaml").exists()
+    done = vembed("init", "--data", "nowhere.csv")
+    assert done.code == 0 and "note: nowhere.csv is not here, so columns, lengths and sizes are defaults" in done.err
+
+
 def test_values_from_the_size_of_the_data() -> None:
     assert [values.fitting_batch(number, 64) for number in (0, 5, 100, 1000, 10_000)] == [64, 5, 8, 32, 64]
     assert [values.fitting_epochs(number) for number in (100, 5_000, 50_000)] == [4, 2, 1]

@@ -27,6 +27,8 @@ MAX_BYTES = 256 * 2**20
 """Larger image files are refused."""
 URL_SECONDS = 30.0
 
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"})
+"""Endings of files that are taken for images in a folder."""
 _FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 # Exceptions that Pillow's readers raise on broken files.
 _BROKEN = (OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, OverflowError, MemoryError, struct.error)

@@ -123,8 +123,8 @@ class Embedder:
         """
         if kind not in ("query", "document"):
             raise UserError(f"kind is {kind!r}; give query or document")
-        single = isinstance(inputs, str | Path | Image.Image | Mapping | Item)
-        items = [to_item(one) for one in ([inputs] if single else _several(inputs))]
+        single = _is_one(inputs)
+        items = [to_item(one) for one in _as_inputs(inputs)]
         if prompt is not None:
             items = [replace(one, prompt=prompt) for one in items]
         with ProgressReport("encoding", active=show_progress or show_progress_bar) as progress:
@@ -178,9 +178,8 @@ class Embedder:
         Layer 0 is what goes into the first transformer layer, layer k what the k-th one gives, before any last norm;
         -1 is the last. `pooling`: by default the model's own.
         """
-        single = isinstance(inputs, str | Path | Image.Image | Mapping | Item)
         states = HiddenStates(self.model, self.backbone, self.description, layers, pooling)
-        items = [to_item(one) for one in ([inputs] if single else _several(inputs))]
+        items = [to_item(one) for one in _as_inputs(inputs)]
         if any(item.images for item in items):
             raise UserError("hidden states are of texts; an input has an image")
         flat = encode_items(
@@ -261,8 +260,14 @@ def _embeddings(name: str, given: Any) -> np.ndarray:
     return np.atleast_2d(array)
 
 
-def _several(inputs: Any) -> list[Any]:
-    """Return inputs that are not one text or image as a list. Raise UserError for what holds none."""
+def _is_one(inputs: Any) -> bool:
+    return isinstance(inputs, str | Path | Image.Image | Mapping | Item)
+
+
+def _as_inputs(inputs: Any) -> list[Any]:
+    """Return one input or several as a list. Raise UserError for what is neither."""
+    if _is_one(inputs):
+        return [inputs]
     if not isinstance(inputs, Iterable):
         raise UserError(f"the inputs are {inputs!r:.80}: give a text, an image, a record, or a list of them")
     return list(inputs)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from vembed.config.options import nearest
 from vembed.data.examples import BadRecord, Item
-from vembed.data.images import ImageRoot
+from vembed.data.images import IMAGE_SUFFIXES, ImageRoot
 from vembed.data.messages import listed
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
@@ -28,7 +28,6 @@ TEXT_COLUMNS = ("text", "query", "positive", "document", "sentence")
 `text`, as in evaluation."""
 ITEM_COLUMNS = (*TEXT_COLUMNS, "title", "image")
 ID_COLUMNS = ("_id", "id")
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
 BOM = b"\xef\xbb\xbf"
 
 Format = Literal["auto", "jsonl", "text"]

@@ -10,6 +10,7 @@ from typing import Any
 from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.options import join_words, nearest
 from vembed.data.columns import Columns
+from vembed.data.images import IMAGE_SUFFIXES
 from vembed.errors import UserError
 from vembed.families.table import FAMILIES, Family, Starter, named
 from vembed.start import values
@@ -78,6 +79,11 @@ def starter(
 ) -> str:
     """Return the text of the config."""
     kind = family.starter
+    if Path(data).is_dir() and any(path.suffix.lower() in IMAGE_SUFFIXES for path in Path(data).iterdir()):
+        raise UserError(
+            f"--data {data} is a folder of images, which says nothing of what belongs together: give a file whose "
+            'records name them, such as {"query": "a cat", "positive": {"image": "cat.jpg"}} (docs/data.md)'
+        )
     looked = look_at(read_sample(Path(data)), data, mapping or {})
     name = model or kind.model_name
     about = kind.about
