@@ -72,7 +72,8 @@ class ModelOptions(Frozen, title="model"):
     """Compile the backbone's layers with torch.compile. Worthwhile for long runs on GPUs."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, about a third more time. Default: true with
-    `use_fsdp: true`, otherwise false."""
+    `use_fsdp: true`, except on GPUs where micro-batches fit without it and Gradient Cache may be used; otherwise
+    false."""
 
 
 class HeadOptions(Frozen, title="head"):
