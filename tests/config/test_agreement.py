@@ -20,6 +20,7 @@ from tests.harness import run_ranks
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
+from vembed.distributed.devices import bf16_instructions
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, measure
 from vembed.distributed.parameters import local_bytes
@@ -130,7 +131,7 @@ def said(options: Mapping[str, Any], num_ranks: int) -> tuple[ResolvedRun, Launc
     launch = asked if run.processes.value != "auto" else Launch(num_ranks, "--nproc")
     device = torch.device("cpu")
     ranks = RankInfo(0, launch.world_size, 0, launch.num_processes, launched=True)
-    return run, launch, place(run, ranks, device, memory_of_a_process(ranks, device))
+    return run, launch, place(run, ranks, device, memory_of_a_process(ranks, device), instructions=bf16_instructions())
 
 
 def one(lines: list[str], start: str) -> str:

@@ -47,8 +47,9 @@ class ModelOptions(Frozen, title="model"):
     pure_dtype: bool = False
     """Keep trainable weights in `torch_dtype` too (no float32 master weights): half the memory, worse convergence."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """Dtype of computation (autocast). `auto`: bf16 on GPUs that support it, otherwise no. The loss is always computed
-    in float32."""
+    """Dtype of computation. `auto`: bf16 on GPUs that support it, and on CPUs with AMX or AVX512-BF16 for models with a
+    hidden size of at least 256 that are not sharded; otherwise no. Trained weights, gradients, norms, pooling and loss
+    are float32 in any case. `no` gives the same numbers on CPUs with and without these instructions."""
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernel. `auto`: flash-attn where it is installed and the GPU allows, otherwise sdpa."""
     padding_free: Literal["auto"] | bool = "auto"

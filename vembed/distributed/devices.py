@@ -37,6 +37,16 @@ def enable_expandable_segments(env: MutableMapping[str, str] = os.environ) -> No
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
+def bf16_instructions() -> str | None:
+    """Return the name of the CPU's instructions for matrix products in bfloat16; None: torch would emulate them."""
+    # Below AVX-512 (also by ATEN_CPU_CAPABILITY) torch's own bfloat16 kernels are not worth it.
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability() or not torch._C._has_mkldnn:
+        return None
+    if torch.cpu._is_amx_tile_supported():
+        return "AMX"
+    return "AVX512-BF16" if torch.cpu._is_avx512_bf16_supported() else None
+
+
 @contextmanager
 def matmul_precision(precision: Literal["highest", "high"]) -> Iterator[None]:
     """Set the precision of float32 matrix products on GPUs for a context: highest is float32, high is TF32."""

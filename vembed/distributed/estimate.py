@@ -120,6 +120,13 @@ def measure(config: TrainConfig) -> ModelSize:
     )
 
 
+def hidden_size(config: TrainConfig) -> int:
+    """Return the hidden size of a config's model, of its widest tower where it has two, from its files' settings."""
+    with _quiet():
+        description = describe(config)
+    return max(description.hidden_dim, description.text_hidden_dim or 0, description.image_hidden_dim or 0)
+
+
 def bytes_per_token(size: ModelSize, *, compute_bytes: int, recomputes: bool) -> float:
     """Estimate what one token leaves in the graph for the backward pass."""
     per_layer = compute_bytes * (KEPT_PER_HIDDEN * size.hidden + 3.0 * size.inner)

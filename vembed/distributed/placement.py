@@ -12,6 +12,7 @@ import torch
 from vembed.config.fsdp import AskedPrecision, FsdpConfig
 from vembed.config.resolved import Decision, ResolvedRun, Strategy
 from vembed.config.rules import batch_size_per_process
+from vembed.config.schema import TrainConfig
 from vembed.distributed import estimate
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, Demand, Memory, ModelSize, measure
@@ -24,6 +25,9 @@ DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FITS_SHARE = 0.5
 """Weights, gradients and optimizer may take this share of the memory before `auto` shards them: the rest is for
 activations, gathered embeddings and the data."""
+BF16_HIDDEN = 256
+"""Hidden size from which `mixed_precision: auto` takes bfloat16 on CPUs that have instructions for it. In smaller
+models other things than matrix products take the time."""
 POINTLESS_SHARE = 0.2
 """Below this share FSDP that was asked for gets a remark."""
 WHOLE_GRADIENTS_SHARE = 0.2
@@ -51,6 +55,8 @@ class Placement:
     """True if activations are recomputed in the backward pass (gradient checkpointing)."""
     rows: int
     """Examples of a global batch on one process, at most."""
+    instructions: str | None = None
+    """The instructions for bfloat16 that the CPUs of all processes have."""
     size: ModelSize | None = None
     """Sizes of the model, where a decision has asked for them."""
     advice: str | None = None
@@ -94,6 +100,13 @@ class Placement:
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the arithmetic."""
         return DTYPES[self.precision.value]
+
+    @property
+    def copies_weights(self) -> bool:
+        """True if layers compute with bfloat16 copies of float32 weights (vembed.models.bf16): on CPUs, unless FSDP
+        converts the weights, or the compiler the layers."""
+        own = self.device.type == "cpu" and self.precision.value == "bf16" and self.fsdp is None
+        return own and not self.run.config.torch_compile
 
     @property
     def computes_in_half(self) -> bool:
@@ -214,9 +227,11 @@ def place(
     memory: int,
     measured: Callable[..., ModelSize] = measure,
     gpu: Gpu | None = None,
+    instructions: str | None = None,
 ) -> Placement:
-    """Decide how a run is placed. The same on every rank for the same `memory`; `measured` gives the model's sizes.
-    `gpu`: the device's facts, where it is not of this machine."""
+    """Decide how a run is placed. The same on every rank for the same `memory` and `instructions`; `measured` gives the
+    model's sizes. `gpu`: the device's facts, where it is not of this machine. `instructions`: for bfloat16, of the
+    CPUs of all processes."""
     strategy, size, advice = _choose_strategy(run, ranks, memory, measured)
     fsdp = run.fsdp if strategy.value == "fsdp" else None
     placement = Placement(
@@ -226,9 +241,15 @@ def place(
         memory=memory,
         strategy=strategy,
         fsdp=fsdp,
-        precision=choose_precision(run.asked_precision(sharded=fsdp is not None), device, gpu),
+        precision=choose_precision(
+            run.asked_precision(sharded=fsdp is not None),
+            device,
+            gpu,
+            bf16_on_cpu=lambda: _bf16_on_cpu(run.config, instructions, sharded=fsdp is not None),
+        ),
         recomputation=run.recomputation,
         rows=_rows(run, ranks),
+        instructions=instructions,
         size=size,
         advice=advice,
         notes=tuple(_without_effect(run, ranks, strategy)),
@@ -265,9 +286,13 @@ def memory_of_a_process(ranks: RankInfo, device: torch.device) -> int:
 
 
 def choose_precision(
-    asked: Decision[AskedPrecision], device: torch.device, gpu: Gpu | None = None
+    asked: Decision[AskedPrecision],
+    device: torch.device,
+    gpu: Gpu | None = None,
+    bf16_on_cpu: Callable[[], tuple[bool, str]] = lambda: (False, "the CPU computes in the dtype of the weights"),
 ) -> Decision[Precision]:
-    """Return the precision of the arithmetic: what was asked for, or what the device allows."""
+    """Return the precision of the arithmetic: what was asked for, or what the device allows. `bf16_on_cpu`: whether
+    bfloat16 pays on the CPU, and why."""
     if gpu is not None:
         has_bf16, name = gpu.has_bf16, gpu.name
     else:
@@ -280,10 +305,42 @@ def choose_precision(
     if asked.value != "auto":
         return Decision(asked.value, asked.reason, asked.source)
     if device.type == "cpu":
-        return Decision("no", "auto: the CPU computes in the dtype of the weights")
+        pays, reason = bf16_on_cpu()
+        return Decision("bf16" if pays else "no", f"auto: {reason}")
     if has_bf16:
         return Decision("bf16", f"auto: {name} computes in bfloat16")
     return Decision("no", f"auto: {name} has no bfloat16")
+
+
+def precision_of_use(
+    model: str, device: torch.device, instructions: str | None, *, trust_remote_code: bool = False
+) -> Decision[Precision]:
+    """Return the precision in which a finished model computes where it is not trained: the dtype of its weights, or
+    bfloat16 on CPUs where it pays."""
+    if device.type != "cpu":
+        return Decision("no", f"auto: {device} computes in the dtype of the weights")
+    config = TrainConfig(model_name=model, data_path="unused", trust_remote_code=trust_remote_code)
+    pays, reason = _bf16_on_cpu(config, instructions, sharded=False)
+    return Decision("bf16" if pays else "no", f"auto: {reason}")
+
+
+def _bf16_on_cpu(config: TrainConfig, instructions: str | None, *, sharded: bool) -> tuple[bool, str]:
+    """Return whether bfloat16 pays on CPUs with these instructions for it, and why."""
+    if instructions is None:
+        return False, "the CPU computes in the dtype of the weights"
+    kept = {"FSDP": sharded, "torch_compile": config.torch_compile, "use_qlora": config.use_qlora}
+    if named := [name for name, is_on in kept.items() if is_on]:
+        return (
+            False,
+            f"the CPU computes in the dtype of the weights ({named[0]}; mixed_precision: bf16 would change it)",
+        )
+    try:
+        hidden = estimate.hidden_size(config)
+    except UserError:  # raised again where the model is loaded; a session can do without one
+        return False, "the CPU computes in the dtype of the weights"
+    if hidden < BF16_HIDDEN:
+        return False, f"float32, since bfloat16 does not pay for a hidden size of {hidden:,d}, below {BF16_HIDDEN}"
+    return True, f"the CPU has {instructions}, and the hidden size of {hidden:,d} is at least {BF16_HIDDEN}"
 
 
 def _choose_strategy(

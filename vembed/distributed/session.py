@@ -21,7 +21,7 @@ from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives, sharding
 from vembed.distributed.batch_norms import share_batch_norms
-from vembed.distributed.devices import choose_device, enable_expandable_segments
+from vembed.distributed.devices import bf16_instructions, choose_device, enable_expandable_segments
 from vembed.distributed.environment import RankInfo, read_rank_info
 from vembed.distributed.estimate import GIB
 from vembed.distributed.meeting import Introduction, counted, meet
@@ -212,9 +212,10 @@ def start_session(source: ResolvedRun | TrainConfig, introduce: Introduction = l
             rank_info = _join(run, rank_info, device, introduce)
         else:
             introduce(rank_info)
-        # Machines may differ in memory, and all ranks must decide the same: the least of all counts.
-        memory = -collectives.max_ints([-memory_of_a_process(rank_info, device)])[0]
-        placement = place(run, rank_info, device, memory)
+        # Machines may differ in memory and processor, and all ranks must decide the same: the least of all counts.
+        instructions = bf16_instructions()
+        least, lacking = collectives.max_ints([-memory_of_a_process(rank_info, device), int(instructions is None)])
+        placement = place(run, rank_info, device, -least, instructions=None if lacking else instructions)
         if placement.fsdp is not None and rank_info.world_size == 1:
             _join(run, rank_info, device, introduce)
         _log_environment(rank_info)

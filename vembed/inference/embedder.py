@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +14,23 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from vembed.config.resolved import Decision
 from vembed.data.examples import ImageRef, Item, Kind
 from vembed.data.features import Featuriser
+from vembed.distributed.devices import bf16_instructions
+from vembed.distributed.placement import Precision, precision_of_use
 from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.families.table import Pooling
 from vembed.inference.encoding import default_budget, encode_items, first_dims
-from vembed.inference.quantization import Precision, quantized
+from vembed.inference.quantization import Precision as VectorPrecision
+from vembed.inference.quantization import quantized
+from vembed.models.bf16 import keep_copies
 from vembed.models.embedding_model import load_embedder
 from vembed.models.hidden_states import HiddenStates
 from vembed.progress import ProgressReport
+
+log = logging.getLogger(__name__)
 
 Input = str | Path | Image.Image | Mapping[str, Any] | Item
 """A text, an image or its Path, {"text": ..., "image": path, image or a list of them}, or an Item."""
@@ -43,11 +51,14 @@ class Embedder:
         *,
         device: str | torch.device | None = None,
         torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        mixed_precision: Literal["auto", "no", "bf16"] = "auto",
         truncate_dim: int | None = None,
         trust_remote_code: bool = False,
         session: Session | None = None,
     ) -> None:
-        """`device`: by default the GPU if there is one. `torch_dtype: auto` is the dtype of the file. `truncate_dim`
+        """`device`: by default the GPU if there is one. `torch_dtype: auto` is the dtype of the file.
+        `mixed_precision: auto` computes in that dtype too, but with `torch_dtype: auto` in bfloat16 on CPUs that have
+        instructions for it where that is faster; `bf16`: on any CPU. `truncate_dim`
         keeps the first coordinates of every embedding. `session`: of processes that use this Embedder together; all of
         them make each call, with the same inputs, share the work and get the same result. Where its strategy is fsdp,
         each holds a shard of the model."""
@@ -55,6 +66,7 @@ class Embedder:
             "path_or_name": str(path_or_name),
             "device": None if device is None else str(device),
             "torch_dtype": torch_dtype,
+            "mixed_precision": mixed_precision,
             "truncate_dim": truncate_dim,
             "trust_remote_code": trust_remote_code,
         }
@@ -69,6 +81,13 @@ class Embedder:
             torch_dtype=torch_dtype,
             trust_remote_code=trust_remote_code,
         )
+        self.precision = _precision(
+            str(path_or_name), chosen, session, mixed_precision if torch_dtype == "auto" else "no", trust_remote_code
+        )
+        if self.precision.value == "bf16":
+            model.compute_in_bf16()
+            keep_copies(model)
+        log.info("%s: mixed precision: %s", path_or_name, self.precision)
         self.description = model.description
         self.backbone = model.backbone
         self.head = model.head
@@ -107,7 +126,7 @@ class Embedder:
         truncate_dim: int | None = None,
         normalize: bool | None = None,
         normalize_embeddings: bool | None = None,
-        precision: Precision = "float32",
+        precision: VectorPrecision = "float32",
         convert_to_tensor: bool = False,
         show_progress: bool = False,
         show_progress_bar: bool = False,
@@ -244,6 +263,22 @@ def _device(asked: str | torch.device | None) -> torch.device:
             f"device is {str(asked)!r}, and this machine shows {num_gpus} GPU(s); give cpu, or leave it out"
         )
     return device
+
+
+def _precision(
+    model: str,
+    device: torch.device,
+    session: Session | None,
+    asked: Literal["auto", "no", "bf16"],
+    trust_remote_code: bool,
+) -> Decision[Precision]:
+    """Return the precision of an embedder's arithmetic: the dtype of its weights or bfloat16."""
+    if asked != "auto" and (asked == "no" or device.type == "cpu"):
+        return Decision(asked, f"mixed_precision: {asked}")
+    if session is not None and session.fsdp is not None:
+        return Decision("no", "FSDP: the dtype of the weights")
+    instructions = bf16_instructions() if session is None else session.placement.instructions
+    return precision_of_use(model, device, instructions, trust_remote_code=trust_remote_code)
 
 
 def _embeddings(name: str, given: Any) -> np.ndarray:

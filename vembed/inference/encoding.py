@@ -20,6 +20,7 @@ from vembed.data.microbatches import LockstepSplit
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.families.table import Modality
+from vembed.models.bf16 import holding_copies
 
 CHUNK = 16_384
 """Inputs per process that are tokenized, batched and gathered together. Bounds token ids and gathered rows in
@@ -94,7 +95,7 @@ def encode_items(
     embeddings: np.ndarray | None = None
     feeder = Feeder(featuriser, device)
     reporter = _Reporter(progress, len(items), len(contents), world_size)
-    with _evaluating(model), ThreadPoolExecutor(1, thread_name_prefix="vembed-encode") as ahead:
+    with _evaluating(model), holding_copies(model), ThreadPoolExecutor(1, thread_name_prefix="vembed-encode") as ahead:
         chunks = list(_chunks(contents, world_size))
 
         def featurise(chunk: _Chunk) -> list[Features]:

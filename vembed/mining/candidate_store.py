@@ -15,7 +15,7 @@ from vembed.data.cache import short_hash
 from vembed.distributed.session import Session
 from vembed.mining.config import BM25, MineConfig, Retriever
 from vembed.mining.documents import Documents
-from vembed.mining.encoders import Encoder, encoder_identity, load_encoder
+from vembed.mining.encoders import Encoder, encoder_identity, encoder_precision, load_encoder
 from vembed.mining.known import Known, Pairs
 from vembed.mining.lexical import LexicalRetriever
 from vembed.mining.search import pair_scores, search
@@ -147,9 +147,13 @@ class CandidateStore:
 
     def _identity(self, documents: Documents) -> str:
         """Everything that the result of a search depends on."""
-        config = self._config
+        config, session = self._config, self._session
         retrievers = [
-            [one.model_dump(), "" if one.model == BM25 else encoder_identity(one, config)] for one in self._retrievers
+            [
+                one.model_dump(),
+                "" if one.model == BM25 else encoder_identity(one, config, encoder_precision(one, config, session)),
+            ]
+            for one in self._retrievers
         ]
         arrays = (
             documents.exact, self._excluded.queries, self._excluded.documents, self._known.positives.queries,
@@ -183,8 +187,9 @@ def encode_all(
     retriever: Retriever, config: MineConfig, folder: Path, documents: Documents, known: Known, session: Session
 ) -> tuple[VectorStore, VectorStore, int]:
     """The vectors of documents and queries, and how many were computed now. Collective."""
-    place = folder / "vectors" / encoder_identity(retriever, config)
-    load: Callable[[], Encoder] = cache(lambda: load_encoder(retriever, config, session.device))
+    precision = encoder_precision(retriever, config, session)
+    place = folder / "vectors" / encoder_identity(retriever, config, precision)
+    load: Callable[[], Encoder] = cache(lambda: load_encoder(retriever, config, session.device, precision))
     query_keys = np.array([known.item(query).key() for query in range(known.num_queries)], np.int64)
     of_documents = VectorStore(place, "document", documents.exact, config.vector_dtype)
     of_queries = VectorStore(place, "query", query_keys, config.vector_dtype)

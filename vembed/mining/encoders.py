@@ -14,6 +14,8 @@ from huggingface_hub import try_to_load_from_cache
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
+from vembed.distributed.placement import Precision, precision_of_use
+from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.families.model_files import model_folder
 from vembed.families.weight_files import check_no_pickles
@@ -33,11 +35,12 @@ class Encoder(Protocol):
 class VembedEncoder:
     """A model that vembed loads."""
 
-    def __init__(self, retriever: Retriever, options: ModelOptions, device: torch.device) -> None:
+    def __init__(self, retriever: Retriever, options: ModelOptions, device: torch.device, precision: Precision) -> None:
         self._embedder = Embedder(
             retriever.model,
             device=device,
             torch_dtype=options.torch_dtype,
+            mixed_precision="bf16" if precision == "bf16" else "no",
             truncate_dim=retriever.truncate_dim,
             trust_remote_code=options.trust_remote_code,
         )
@@ -99,13 +102,30 @@ class SentenceTransformersEncoder:
         return np.asarray(vectors, np.float32)
 
 
-def load_encoder(retriever: Retriever, options: ModelOptions, device: torch.device) -> Encoder:
+def encoder_precision(retriever: Retriever, options: ModelOptions, session: Session) -> Precision:
+    """The precision in which a retriever computes, the same on all ranks."""
+    if retriever.library == "sentence_transformers" or options.torch_dtype != "auto":
+        return "no"
+    try:
+        return precision_of_use(
+            retriever.model,
+            session.device,
+            session.placement.instructions,
+            trust_remote_code=options.trust_remote_code,
+        ).value
+    except UserError:
+        return "no"  # `load_encoder` says what is wrong with the model, or leaves it to Sentence Transformers
+
+
+def load_encoder(
+    retriever: Retriever, options: ModelOptions, device: torch.device, precision: Precision = "no"
+) -> Encoder:
     """The model of a retriever, by the library that its options name."""
     if retriever.library == "sentence_transformers":
         _check_installed()
         return SentenceTransformersEncoder(retriever, options, device)
     try:
-        return VembedEncoder(retriever, options, device)
+        return VembedEncoder(retriever, options, device, precision)
     except UserError:
         # A folder with modules.json may hold modules that only Sentence Transformers knows.
         is_theirs = (Path(retriever.model) / "modules.json").is_file() and find_spec("sentence_transformers")
@@ -114,12 +134,13 @@ def load_encoder(retriever: Retriever, options: ModelOptions, device: torch.devi
         return SentenceTransformersEncoder(retriever, options, device)
 
 
-def encoder_identity(retriever: Retriever, options: ModelOptions) -> str:
+def encoder_identity(retriever: Retriever, options: ModelOptions, precision: Precision) -> str:
     """A short name for everything that the vectors depend on besides the items, known before the model is loaded."""
     settings = retriever.model_dump(exclude={"weight", "model"})
     return short_hash(
-        files_identity(retriever.model), settings, options.torch_dtype, options.max_length, options.vector_dtype
-    )
+        files_identity(retriever.model), settings, options.torch_dtype, options.max_length, options.vector_dtype,
+        *([] if precision == "no" else [precision]),
+    )  # fmt: skip
 
 
 def files_identity(model: str) -> list[list[object]]:

@@ -139,7 +139,9 @@ def open_session(given: Session | None, say: Say | None) -> Iterator[tuple[Sessi
     if given is not None:
         yield given, _printer(given, say)
         return
-    with start_session(TrainConfig(model_name="unused", data_path="unused", strategy="ddp")) as session:
+    with start_session(
+        TrainConfig(model_name="unused", data_path="unused", strategy="ddp", mixed_precision="no")
+    ) as session:
         yield session, _printer(session, say)
 
 

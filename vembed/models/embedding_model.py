@@ -18,6 +18,7 @@ from vembed.families.description import ModelDescription
 from vembed.families.table import Modality
 from vembed.models import cpu_kernels, packing, precision
 from vembed.models.adapters import add_adapters, wants_adapters
+from vembed.models.bf16 import use_bf16
 from vembed.models.building import build_backbone, build_head, cast_frozen_towers, scale_and_bias
 from vembed.models.heads import Dense, Head, principal_components
 from vembed.models.modalities import (
@@ -52,6 +53,12 @@ class EmbeddingModel(nn.Module):
         self.head = head
         self._scale_and_bias = scale_and_bias
         self._projects = True
+        self._autocasts = False
+
+    def compute_in_bf16(self) -> None:
+        """Let the backbone compute in bfloat16 on a CPU. Its weights stay float32."""
+        use_bf16(self.backbone)
+        self._autocasts = True
 
     def forward(
         self, parts: list[ModalitySlice], *, features_only: bool = False, images_only: bool = False
@@ -62,6 +69,9 @@ class EmbeddingModel(nn.Module):
         the inputs of a modality whose tower is left out. `images_only`, for the vision modality alone: what the image
         tower gives, which can take the place of the pixels in its inputs.
         """
+        if self._autocasts and not torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.forward(parts, features_only=features_only, images_only=images_only)
         if images_only:
             return [_wide(image_features(self.backbone, inputs)) for _, inputs in parts]
         return [self._embed(modality, inputs, features_only) for modality, inputs in parts]

@@ -60,7 +60,10 @@ class VectorTeacher:
         if self._embedder is None:
             log.info("teacher %s: %s", self.teacher.label, self.description.summary())
             self._embedder = Embedder(
-                self.teacher.model, session=self.session, trust_remote_code=self.trust_remote_code
+                self.teacher.model,
+                mixed_precision="bf16" if self.session.placement.copies_weights else "no",
+                session=self.session,
+                trust_remote_code=self.trust_remote_code,
             )
             wanted = self.description
             self._featuriser = Featuriser(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import vembed
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
+from vembed.distributed.devices import bf16_instructions
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, ModelSize, measure, optimizer_bytes
 from vembed.distributed.launch import num_visible_devices, rank_environments, run_ranks
@@ -155,7 +156,7 @@ def checklist(run: ResolvedRun, launch: Launch, *, self_test_passed: bool) -> It
 def _placed(run: ResolvedRun, ranks: RankInfo, device: torch.device) -> tuple[Placement | None, str]:
     """Return the placement, or the sentence why there is none."""
     try:
-        return place(run, ranks, device, memory_of_a_process(ranks, device)), ""
+        return place(run, ranks, device, memory_of_a_process(ranks, device), instructions=bf16_instructions()), ""
     except UserError as error:
         return None, str(error)
 

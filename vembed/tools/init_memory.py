@@ -11,6 +11,7 @@ from vembed.config.loading import one_line_yaml, resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, measure
+from vembed.distributed.devices import bf16_instructions
 from vembed.distributed.placement import memory_of_a_process, place
 from vembed.tools.plan import FITS
 from vembed.tools.train_command import resolve_launch
@@ -58,7 +59,7 @@ def _memory(run: ResolvedRun) -> tuple[float, float]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     ranks = RankInfo(0, launch.world_size, 0, launch.num_processes, launched=True)
     available = memory_of_a_process(ranks, device)
-    placement = place(run, ranks, device, available)
+    placement = place(run, ranks, device, available, instructions=bf16_instructions())
     return placement.predict(placement.size or measure(run.config)).total, float(available)
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
+from vembed.distributed.devices import bf16_instructions
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, Memory, ModelSize, measure
 from vembed.distributed.hardware import Hardware
@@ -36,7 +37,7 @@ def run_plan(
     rank_info = RankInfo(0, launch.world_size, 0, launch.num_processes, launched=True)
     gpu = None if hardware is None else hardware.gpu
     available = memory_of_a_process(rank_info, device) if gpu is None else gpu.memory
-    placement = place(run, rank_info, device, available, gpu=gpu)
+    placement = place(run, rank_info, device, available, gpu=gpu, instructions=bf16_instructions())
     size = placement.size or measure(run.config)
     memory = placement.predict(size)
     console = Console(soft_wrap=True, highlight=False)

@@ -89,6 +89,8 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         recompute=session.placement.recomputation.value,
         meta=session.builds_empty,
     )
+    if session.placement.copies_weights:
+        embedder.compute_in_bf16()
     start_head(config, embedder, featuriser, data.examples, session)
     # Asked before `prepare`: it changes parameters and wraps modules, and rank 0 still holds the whole model.
     frozen, image_bytes, packs = embedder.frozen_modalities(), embedder.bytes_of_frozen_images(), embedder.packs_texts()

@@ -28,6 +28,7 @@ from vembed.distributed.parameters import reshard, set_gradient_sync, set_keep_g
 from vembed.distributed.session import Session
 from vembed.families.table import Modality
 from vembed.losses.batch import EmbeddingLoss, LossBatch
+from vembed.models.bf16 import holding_copies
 from vembed.teachers.supply import Teachers
 from vembed.training.budget import Budget
 from vembed.training.frozen import BatchInputs, InputSource
@@ -145,6 +146,12 @@ class ContrastiveStep:
 
         `last`: this is the last batch before the optimizer step. `scale`: the factor of the float16 gradient scaler.
         """
+        with holding_copies(self.model):  # the weights stay the same until the optimizer step
+            return self._accumulate(rank_batch, number, weight=weight, last=last, scale=scale)
+
+    def _accumulate(
+        self, rank_batch: RankBatch, number: int, *, weight: float, last: bool, scale: float
+    ) -> BatchResult:
         with self.timer("data"):
             batch = StepBatch(rank_batch, number, last, self.source.of(rank_batch.features))
         with self.timer("wait"):

@@ -86,7 +86,9 @@ def edit(
     if data is not None:
         config = TrainConfig(model_name=str(model), data_path=str(data))
         evaluation = open_eval_data(config, str(data), splits=("test", "dev", "validation", "val"))
-    embedder = Embedder(model, torch_dtype=torch_dtype, trust_remote_code=trust_remote_code, session=session)
+    embedder = Embedder(
+        model, torch_dtype=torch_dtype, mixed_precision="no", trust_remote_code=trust_remote_code, session=session
+    )
     editor = Editor(embedder, sets, kind, evaluation, keeps_original=trials > 0)
     before = editor.scores()
     log.info("before: %s", _line(before))

@@ -1,0 +1,133 @@
+"""Arithmetic in bfloat16 on CPUs, with float32 weights: linear layers that use copies of their weights, layer norms
+whose output is bfloat16.
+
+Autocast converts every weight in every forward pass and leaves the hidden states between the layers in float32. Here
+weights are converted once while they stay the same (`holding_copies`), and hidden states are bfloat16 throughout.
+Weights, their gradients, the statistics of norms, softmax, pooling and loss stay float32. Autocast stays on for the
+parts of a model that are not listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class WeightCopies:
+    """bfloat16 copies of a model's weights, each made on first use."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, int, int], Tensor] = {}
+        """By the weight, its memory and its version, which torch counts up with every change of it."""
+        self._holders = 0
+
+    def of(self, weight: Tensor) -> Tensor:
+        """Return the copy of a weight."""
+        name = id(weight), weight.data_ptr(), weight._version
+        copy = self._copies.get(name)
+        if copy is None:
+            copy = weight.detach().to(torch.bfloat16)
+            if self._holders:
+                self._copies[name] = copy
+        return copy
+
+    def keep(self) -> None:
+        """Keep the copies from now on."""
+        self._holders += 1
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Keep the copies inside the with-block, in which weights must not change."""
+        self._holders += 1
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            if not self._holders:
+                self._copies.clear()
+
+
+class Bf16Linear(nn.Linear):
+    """nn.Linear with float32 weights that computes in bfloat16, whatever its input is."""
+
+    copies: WeightCopies
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer to `input`, converted to bfloat16."""
+        bias = None if self.bias is None else self.copies.of(self.bias)
+        output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+            input.to(torch.bfloat16), self.weight, self.bias, self.copies.of(self.weight), bias
+        )
+        return output
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer in bfloat16 whose weight and bias get float32 gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, *parameters: Tensor | None) -> Tensor:
+        _, _, weight_copy, bias_copy = parameters  # weight and bias are given for their gradients
+        assert weight_copy is not None
+        ctx.save_for_backward(values, weight_copy)
+        return functional.linear(values, weight_copy, bias_copy)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        values, weight = ctx.saved_tensors
+        gradient = gradients[0].flatten(0, -2)
+        of_values, of_weight, of_bias, *_ = ctx.needs_input_grad
+        return (
+            torch.mm(gradient, weight).view_as(values) if of_values else None,
+            torch.mm(gradient.t(), values.flatten(0, -2)).float() if of_weight else None,
+            gradient.sum(0).float() if of_bias else None,
+            None,
+            None,
+        )
+
+
+class Bf16LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm with float32 weights and statistics, and output in bfloat16."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the norm to float32 or bfloat16."""
+        return super().forward(input).to(torch.bfloat16)
+
+
+def use_bf16(backbone: nn.Module) -> int:
+    """Let linear layers and layer norms with float32 weights compute in bfloat16, and return their number."""
+    copies = WeightCopies()
+    count = 0
+    for module in backbone.modules():
+        if type(module) is nn.Linear and module.weight.dtype == torch.float32:
+            module.__class__ = Bf16Linear
+            module.copies = copies  # type: ignore[assignment]
+        elif type(module) is nn.LayerNorm and module.elementwise_affine and module.weight.dtype == torch.float32:
+            module.__class__ = Bf16LayerNorm
+        else:
+            continue
+        count += 1
+    return count
+
+
+def keep_copies(model: nn.Module) -> None:
+    """Keep the copies of a model's weights as long as the model. Weights that change get new ones."""
+    for copies in _copies_of(model):
+        copies.keep()
+
+
+def _copies_of(model: nn.Module) -> list[WeightCopies]:
+    return list({id(one.copies): one.copies for one in model.modules() if isinstance(one, Bf16Linear)}.values())
+
+
+@contextmanager
+def holding_copies(model: nn.Module) -> Iterator[None]:
+    """Convert each weight of a model once inside the with-block, in which weights must not change."""
+    with ExitStack() as stack:
+        for copies in _copies_of(model):
+            stack.enter_context(copies.holding())
+        yield
