@@ -20,7 +20,7 @@ from torch import nn
 
 from tests.distributed.steps import check_against_one_process, config_of, listen, sharded_step, whole_step
 from tests.harness import free_port, rank_outcomes, run_ranks
-from tests.tiny import shared, tiny_bert, tiny_dinov2
+from tests.tiny import shared, tiny_bert
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import Decision
 from vembed.distributed import collectives, meeting, session
@@ -30,7 +30,6 @@ from vembed.distributed.estimate import GIB, ModelSize, measure, optimizer_bytes
 from vembed.distributed.network import interface_to
 from vembed.distributed.placement import Placement, choose_precision, place
 from vembed.errors import UserError
-from vembed.families import model_files
 
 CPU = torch.device("cpu")
 GROUP = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

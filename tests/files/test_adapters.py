@@ -11,12 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-import vembed
 from tests import tiny
 from tests.files.saving import load_in_sentence_transformers, ours
 from tests.files.test_text_models import TEXTS, assert_same
-from tests.harness import run_ranks
-from tests.training.test_run import metrics, settings
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser

@@ -9,9 +9,9 @@ import yaml
 
 from vembed.config.loading import one_line_yaml, resolve_run
 from vembed.config.resolved import ResolvedRun
+from vembed.distributed.devices import bf16_instructions
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, measure
-from vembed.distributed.devices import bf16_instructions
 from vembed.distributed.placement import memory_of_a_process, place
 from vembed.tools.plan import FITS
 from vembed.tools.train_command import resolve_launch
