@@ -25,6 +25,9 @@ ALIASES: dict[str, str] = {
     # model
     "model_name": "model model_name_or_path pretrained_model_name_or_path model_path model_id base_model",
     "model_revision": "revision",
+    "model_arguments": "model_config model_kwargs",
+    "tokenizer_name": "tokenizer processor_name tokenizer_name_or_path",
+    "auxiliary_losses": "auxiliary_weights aux_losses",
     "image_model_name": "image_model",
     "torch_dtype": "dtype",
     "max_length": "max_seq_length max_seq_len model_max_length max_len",

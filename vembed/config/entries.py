@@ -22,7 +22,9 @@ PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Number]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), Number]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Number]
 Dtype = Literal["float32", "bfloat16", "float16"]
-FamilyName = Literal["text_encoder", "text_decoder", "clip", "siglip", "image_encoder", "vision_language", "composed"]
+FamilyName = Literal[
+    "text_encoder", "text_decoder", "clip", "siglip", "image_encoder", "vision_language", "composed", "own_text_image"
+]
 """Names of the model families. `vembed/families/table.py` has a record for each."""
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.005, 1.0
 """Limits of a learned temperature."""
@@ -42,7 +44,7 @@ class Frozen(BaseModel):
 
 LossName = Literal[
     "infonce", "cosent", "cosine", "triplet", "sigmoid",
-    "kl", "margin_mse", "score_mse", "embedding", "relational", "spread_out", "listwise", "ranknet",
+    "kl", "margin_mse", "score_mse", "embedding", "relational", "spread_out", "listwise", "ranknet", "none",
 ]  # fmt: skip
 
 

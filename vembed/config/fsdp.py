@@ -31,7 +31,11 @@ class FsdpConfig:
     wrap_policy: WrapPolicy = "TRANSFORMER_BASED_WRAP"
     layer_classes: tuple[str, ...] | None = None
     """Class names or dotted paths; None: the classes that the backbone declares."""
+    wrap_function: str | None = None
+    """Function of the user's that chooses the units, as `file.py:function`."""
     min_num_params: int = DEFAULT_MIN_NUM_PARAMS
+    min_layer_params: int = 0
+    """TRANSFORMER_BASED_WRAP: layers with fewer parameters are no units."""
     wrap_embeddings: bool = True
     reshard_after_forward: bool = True
     must_reshard: bool = False
@@ -88,7 +92,9 @@ def resolve_fsdp(config: TrainConfig, values: Mapping[str, Any], source: str) ->
         offload=offload,
         wrap_policy=values.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
         layer_classes=_layer_classes(values.get("fsdp_transformer_layer_cls_to_wrap")),
+        wrap_function=config.wrap_policy,
         min_num_params=values.get("fsdp_min_num_params") or DEFAULT_MIN_NUM_PARAMS,
+        min_layer_params=values.get("fsdp_min_num_params") or 0,
         wrap_embeddings=values.get("fsdp_wrap_embeddings", True),
         reshard_after_forward=reshard,
         must_reshard=version == 2 and values.get("fsdp_reshard_after_forward") is True,
@@ -172,7 +178,6 @@ def _without_effect(config: TrainConfig, values: Mapping[str, Any], version: int
     ]
     policy = values.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
     for name, looks_at_it in (
-        ("fsdp_min_num_params", "SIZE_BASED_WRAP"),
         ("fsdp_transformer_layer_cls_to_wrap", "TRANSFORMER_BASED_WRAP"),
         ("fsdp_wrap_embeddings", "TRANSFORMER_BASED_WRAP"),
     ):
@@ -180,6 +185,8 @@ def _without_effect(config: TrainConfig, values: Mapping[str, Any], version: int
             notes.append(
                 f"{said(name)} has no effect with fsdp_auto_wrap_policy: {policy}: only {looks_at_it} looks at it"
             )
+    if values.get("fsdp_min_num_params") and policy == "NO_WRAP":
+        notes.append(f"{said('fsdp_min_num_params')} has no effect with fsdp_auto_wrap_policy: NO_WRAP")
     if policy == "SIZE_BASED_WRAP" and not values.get("fsdp_min_num_params"):
         notes.append(
             f"fsdp_min_num_params: {values.get('fsdp_min_num_params') or 0} with SIZE_BASED_WRAP counts as "

@@ -87,7 +87,10 @@ def resolve_run(
     _imply(given, problems)
     notes += _moved_stage(given)
     if isinstance(source, str | Path):
-        _beside_the_file(given, ("data_path", "val_data_path", "image_root"), Path(source), notes)
+        _beside_the_file(given, ("data_path", "val_data_path", "image_root", *CODE), Path(source), notes)
+    own = given.get("model_class")
+    if own is not None and own.value and "model_name" not in given:
+        given["model_name"] = replace(own, option="model_name")
     _expand_output_dir(given, env, notes, problems)
     refused = set().union(*(layer.refused for layer in layers))
     for name, option in all_options().items():
@@ -227,6 +230,10 @@ def _agree(one: Any, other: Any) -> bool:
     return "auto" in means or (all(isinstance(value, bool) for value in means) and means[0] == means[1])
 
 
+CODE = ("model_class", "wrap_policy")
+"""Options that name a class or function in a file."""
+
+
 def _imply(given: dict[str, Given], problems: list[str]) -> None:
     """Set the options that follow from another option, so that no other module has to derive them."""
     qlora = given.get("use_qlora")
@@ -283,6 +290,9 @@ def _beside_the_file(given: dict[str, Given], names: Sequence[str], file: Path, 
         return str(file.parent / path)
 
     def located(name: str, value: Any) -> Any:
+        if name in CODE:
+            place, _, what = str(value).rpartition(":")
+            return f"{found(name, place)}:{what}" if place.endswith(".py") else value
         if isinstance(value, list):
             return [located(name, entry) for entry in value]
         if isinstance(value, DataSource):

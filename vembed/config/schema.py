@@ -36,6 +36,15 @@ class ModelOptions(Frozen, title="model"):
     """Branch, tag or commit on the Hub. Default: the main branch."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Only for models that you trust as you trust your own code."""
+    model_class: str | None = None
+    """A torch module of your own as backbone: path/to/file.py:Class or package.module:Class. Its weights are new,
+    unless `model_name` names a folder of weights for it."""
+    model_arguments: dict[str, Any] | None = None
+    """Keyword arguments of `model_class` (also `model_config`)."""
+    tokenizer_name: str | None = None
+    """Tokenizer, or image processor, of `model_class`: a folder or a Hub name. Default: that of `model_name`."""
+    from_scratch: bool = False
+    """Start from random weights with the config of `model_name`, whose weights are not read."""
     image_model_name: str | None = None
     """Model of a second tower for images; `model_name` then encodes text (model_family: composed)."""
     composed_dim: PositiveInt | None = None
@@ -165,7 +174,9 @@ class LossOptions(Frozen, title="loss"):
     """infonce: pairs with in-batch negatives. cosent, cosine: pairs with scores. triplet: given negatives with a
     margin. sigmoid: SigLIP's pairwise loss with learned scale and bias. kl, margin_mse, score_mse, relational: a
     teacher's scores. embedding: a teacher's vectors. spread_out: queries and documents away from each other. listwise,
-    ranknet: graded scores of a query's documents."""
+    ranknet: graded scores of a query's documents. none: `auxiliary_losses` alone, as for pre-training."""
+    auxiliary_losses: dict[str, float] | None = None
+    """Weight of each loss that an own model returns, by name. Default: 1 for each; 0: logged only."""
     losses: list[LossTerm] | None = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
     own `temperature`, `teacher`, `guide` and other options of this section."""
@@ -316,8 +327,12 @@ class DistributedOptions(Frozen, title="distributed"):
     """Choice of FSDP units: each transformer layer, each module above `fsdp_min_num_params`, or the whole model."""
     fsdp_transformer_layer_cls_to_wrap: str | list[str] | None = None
     """Layer classes (name, dotted path, or a list). Default: the classes that the backbone declares."""
+    wrap_policy: str | None = None
+    """A function of your own that chooses the FSDP units, instead of the policy: path/to/file.py:function. It is called
+    with each module of the model and returns whether it is a unit."""
     fsdp_min_num_params: NonNegativeInt | None = None
-    """SIZE_BASED_WRAP: minimum number of parameters of a unit. 0 or none: 1,000,000."""
+    """Minimum number of parameters of a unit. SIZE_BASED_WRAP: 0 or none is 1,000,000. TRANSFORMER_BASED_WRAP: smaller
+    layers are no units; 0 or none: every layer is one."""
     fsdp_wrap_embeddings: bool = True
     """TRANSFORMER_BASED_WRAP: make the input embeddings, trained or frozen, a unit of their own. No effect under the
     other policies."""

@@ -133,6 +133,7 @@ READS: dict[str, frozenset[str]] = {
     "spread_out": frozenset({"mask_duplicates"}),
     "listwise": _SOFTMAX,
     "ranknet": _SOFTMAX - {"teacher_temperature"},
+    "none": frozenset(),
 }
 """Options of the loss that each loss looks at."""
 LOSS_OPTIONS = frozenset().union(*READS.values())

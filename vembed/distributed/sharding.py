@@ -30,6 +30,7 @@ from vembed.distributed.parameters import unify_model_dtype_for_fsdp
 from vembed.errors import UserError
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.quantized import is_quantized
+from vembed.own.classes import find
 
 if TYPE_CHECKING:
     from vembed.config.fsdp import FsdpConfig
@@ -365,18 +366,32 @@ def embedding_units(model: nn.Module) -> list[nn.Module]:
 
 def choose_units(model: nn.Module, fsdp: FsdpConfig, layer_classes: Sequence[str]) -> list[nn.Module]:
     """Return all units except the root, inner modules first."""
-    if fsdp.wrap_policy == "NO_WRAP":
+    if fsdp.wrap_function is not None:
+        chooses = find(fsdp.wrap_function, "wrap_policy").value
+        units = [module for module in model.modules() if module is not model and chooses(module)]
+    elif fsdp.wrap_policy == "NO_WRAP":
         units = []
     elif fsdp.wrap_policy == "SIZE_BASED_WRAP":
         units = size_units(model, fsdp.min_num_params, leaves=fsdp.version == 1)
     else:
         units = layer_units(model, fsdp.layer_classes or layer_classes or layer_candidates(model))
+        units = _large_enough(units, fsdp.min_layer_params)
         taken = {inner for unit in units for inner in unit.modules()}
         if fsdp.wrap_embeddings:
             units += [embedding for embedding in embedding_units(model) if embedding not in taken]
     chosen = set(units)
     # modules() lists outer modules first.
     return [module for module in reversed(list(model.modules())) if module in chosen]
+
+
+def _large_enough(units: list[nn.Module], min_num_params: int) -> list[nn.Module]:
+    large = [unit for unit in units if sum(one.numel() for one in unit.parameters()) >= min_num_params]
+    if len(large) < len(units):
+        log.info(
+            "fsdp_min_num_params: %s layers have less than %s parameters and are no units of their own",
+            f"{len(units) - len(large):,d}", f"{min_num_params:,d}",
+        )  # fmt: skip
+    return large
 
 
 def describe_units(units: Sequence[nn.Module]) -> str:

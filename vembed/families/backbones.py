@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from vembed.errors import UserError
 from vembed.families.model_settings import LIBRARY_ERRORS, check_config, check_fit, first_sentence
 from vembed.families.table import Family, Pooling
-from vembed.families.weight_files import read_tensors
+from vembed.families.weight_files import read_object, read_tensors
+from vembed.own.classes import trusted_class
+from vembed.own.modeling import OwnConfig
 
 ENCODER_ONLY = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
 """Encoder-decoder types of which only the encoder is used."""
@@ -46,6 +50,9 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
     """Read a model's config.json with Transformers. Raise UserError if it cannot be used."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; give the folder of a Transformers model")
+    own = read_own_config(folder, trust_remote_code=trust_remote_code)
+    if own is not None:
+        return own
     check_config(folder / "config.json", len(read_tensors(folder)) or None)
     try:
         return cast(PretrainedConfig, AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
@@ -58,9 +65,26 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
         raise UserError(f"{folder / 'config.json'} cannot be used: {first_sentence(error)}") from error
 
 
+def read_own_config(folder: Path, *, trust_remote_code: bool) -> OwnConfig | None:
+    """Return the config of an own model; None for any other. Raise UserError if its code may not run."""
+    values = read_object(folder / "config.json")
+    if values is None or values.get("model_type") != OwnConfig.model_type:
+        return None
+    config: OwnConfig = OwnConfig.from_pretrained(folder)
+    config.name_or_path = str(folder)
+    if trusted_class(str(config.name_or_path)) is None and not trust_remote_code:
+        raise UserError(
+            f"{folder} needs Python code of its own ({config.class_name}), and trust_remote_code is false; set "
+            "trust_remote_code: true if you trust this code, or give model_class your own copy of it"
+        )
+    return config
+
+
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> type[PreTrainedModel]:
     """Return the model class without a task head."""
     kind = str(config.model_type)
+    if isinstance(config, OwnConfig) and (own := trusted_class(str(config.name_or_path))) is not None:
+        return own
     if kind in ENCODER_ONLY:
         import transformers
 
@@ -82,9 +106,27 @@ def takes_pixels(config: PretrainedConfig, *, trust_remote_code: bool) -> bool:
     return str(model_class(config, trust_remote_code=trust_remote_code).main_input_name) == "pixel_values"
 
 
+def takes_both(config: PretrainedConfig) -> bool:
+    """Return True if an own model takes texts and images."""
+    return isinstance(config, OwnConfig) and {"input_ids", "pixel_values"} <= set(config.inputs)
+
+
+def gives_vectors(config: PretrainedConfig) -> bool:
+    """Return True if an own model gives one vector for each input, so that there is nothing to pool."""
+    return isinstance(config, OwnConfig) and config.gives_vectors
+
+
 def is_decoder_only(config: PretrainedConfig) -> bool:
-    """Return True if the model is a decoder-only language model."""
+    """Return True if the model is a decoder-only language model. One that Transformers does not know says so itself, or
+    by the class that its files were saved from."""
     kind = config.model_type
+    if isinstance(config, OwnConfig):
+        return config.reads_causally
+    if kind not in CONFIG_MAPPING_NAMES:
+        values = config.to_dict()
+        classes = [*(values.get("architectures") or ()), *(values.get("auto_map") or ())]
+        heads = {name for name in ("ForCausalLM", "ForMaskedLM") if any(one.endswith(name) for one in classes)}
+        return heads == {"ForCausalLM"}
     return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
@@ -99,6 +141,8 @@ def image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[Pooling, str]
 
     Without a class token the first position is a corner of the image (ResNet, Swin), so all positions are averaged.
     """
+    if isinstance(config, OwnConfig) and config.gives_vectors:
+        return "cls", "the module gives one vector for each input"
     if config.model_type in _POOLED_BY_MEAN:
         return "own", "a convolutional network's mean over positions, behind its layer norm"
     if not shape.has_class_token:
@@ -111,14 +155,16 @@ def shape_of(folder: Path, config: PretrainedConfig, family: Family, *, trust_re
     folder's weights fit it."""
     chosen = model_class(config, trust_remote_code=trust_remote_code)
     try:
-        with torch.device("meta"):
+        # The constructor of an own model may compute with its buffers.
+        with init_empty_weights() if isinstance(config, OwnConfig) else torch.device("meta"):
             model = chosen(config)
         hidden_dim = _hidden_dim(config, family)
     except LIBRARY_ERRORS as error:
         raise UserError(
             f"{folder / 'config.json'} makes no {chosen.__name__}: {first_sentence(error)}; copy the model again"
         ) from error
-    check_fit(folder, model, config.to_dict(), str(model.base_model_prefix))
+    if not isinstance(config, OwnConfig):  # which has no prefix, and checks its weights when it loads them
+        check_fit(folder, model, config.to_dict(), str(model.base_model_prefix))
     return Shape(
         hidden_dim=hidden_dim,
         layer_classes=tuple(sorted({type(layer).__name__ for layer in layers_of(model)})),

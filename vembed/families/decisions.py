@@ -109,11 +109,15 @@ def _detect(facts: Facts) -> tuple[Family, str]:
     reason = f"model_type {kind} in config.json"
     if facts.saved is not None:
         return facts.saved.traits, f"from {DESCRIPTION_FILE}"
+    if facts.config.model_class is not None:
+        reason = f"the forward of {facts.config.model_class}"
     by_type = recognised_by("model_type", kind)
     if by_type is not None:
         return by_type, reason
     if backbones.takes_pixels(facts.model_config, trust_remote_code=facts.config.trust_remote_code):
         return _recognised("pixel_input"), f"{reason}: its input is pixels"
+    if backbones.takes_both(facts.model_config):
+        return _recognised("both_inputs"), f"{reason}: its forward takes input_ids and pixel_values"
     if "vision_config" in facts.model_config.to_dict():
         raise UserError(
             f"{facts.config.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
@@ -197,6 +201,11 @@ def _pooling(facts: Facts, family: Family, shape: backbones.Shape, *, causal: bo
             raise UserError(own_reason)
         facts.reasons["pooling"] = own_reason
         return own
+    if backbones.gives_vectors(facts.model_config):
+        raise UserError(
+            f"pooling: {asked} is not available for {facts.config.model_name}, whose module gives one vector for each "
+            "input; leave pooling out"
+        )
     if family.pools_itself:
         raise UserError(
             f"pooling: {asked} is not available for {facts.config.model_name}, whose embedding is the output of its "
@@ -225,6 +234,8 @@ def _own_pooling(facts: Facts, family: Family, shape: backbones.Shape, *, causal
         return "own", f"{family.name} projects its features itself"
     if facts.saved is not None:
         return facts.saved.pooling, f"from {DESCRIPTION_FILE}"
+    if backbones.gives_vectors(facts.model_config):
+        return "cls", "the module gives one vector for each input"
     if facts.files is not None and facts.files.poolings:
         where = "1_Pooling/config.json"
         if not facts.files.include_prompt:

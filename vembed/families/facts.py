@@ -13,7 +13,7 @@ from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.families import backbones
 from vembed.families.description import DESCRIPTION_FILE, ModelDescription
-from vembed.families.model_files import SentenceTransformersFiles, read_model
+from vembed.families.model_files import SentenceTransformersFiles, files_of
 from vembed.families.model_settings import TokenizerSettings, read_settings
 from vembed.families.table import Family
 from vembed.families.weight_files import read_object
@@ -65,7 +65,7 @@ class Facts:
 
 def gather(config: TrainConfig) -> Facts:
     """Locate the model's files and read the small ones."""
-    found = read_model(config.model_name, config.model_revision)
+    found = files_of(config)
     saved = read_object(found.folder / DESCRIPTION_FILE)
     if found.adapter is not None and config.use_qlora:
         raise UserError(

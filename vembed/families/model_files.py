@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from vembed.config.places import is_hub_model
+from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.families.model_settings import (
     AdapterSettings,
@@ -223,6 +224,19 @@ def _is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and all(
         path.name == ADAPTER_WEIGHTS for path in folder.glob("*.safetensors")
     )
+
+
+def files_of(config: TrainConfig) -> ModelFiles:
+    """Locate the files of the model that a config trains: `model_name`, or `model_class` with the weights in it."""
+    if config.model_class is None:
+        return read_model(config.model_name, config.model_revision)
+    from vembed.own.folder import own_folder  # imports torch, which only own models need here
+
+    source = None if config.model_name == config.model_class else model_folder(config.model_name, config.model_revision)
+    tokenizer = None
+    if config.tokenizer_name is not None:
+        tokenizer = model_folder(config.tokenizer_name, option="tokenizer_name")
+    return read_model(str(own_folder(config, source, tokenizer)))
 
 
 def _is_own_code(module: ModuleSettings) -> bool:

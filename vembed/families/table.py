@@ -18,7 +18,7 @@ Tower = Literal["text", "vision"]
 Forward = Literal["text", "image", "chat", "pooled_towers"]
 """Forward pass of one modality: token vectors of texts, of an image or of a conversation, to be pooled; or the pooled
 output of a tower."""
-Evidence = Literal["model_type", "pixel_input", "decoder_only", "text_input", "image_model_name"]
+Evidence = Literal["model_type", "pixel_input", "decoder_only", "text_input", "image_model_name", "both_inputs"]
 """Predicate that recognises a family."""
 
 TEXT_LENGTH = 512
@@ -236,6 +236,20 @@ _RECORDS = (
             batch_size=128,
             head_learning_rate=1e-3,
             image_model_name="facebook/dinov2-base",
+        ),
+    ),
+    Family(
+        name="own_text_image",
+        evidence="both_inputs",
+        forwards={"text": "text", "image": "image"},
+        towers={"text": "", "vision": ""},
+        is_causal=None,
+        sentence_transformers=None,
+        starter=Starter(
+            model_name="my_model.py:MyModel",
+            about="a module of your own that takes texts and images",
+            max_length=128,
+            learning_rate=1e-3,
         ),
     ),
 )

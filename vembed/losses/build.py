@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import followed_teacher, has_tasks, loss_terms, source_configs
-from vembed.losses.batch import EmbeddingLoss
+from vembed.losses.batch import EmbeddingLoss, NoLoss
 from vembed.losses.by_source import LossBySource
 from vembed.losses.distillation import BatchDivergence, Relational, SpreadOut
 from vembed.losses.infonce import InfoNCE
@@ -104,6 +104,8 @@ def _build(config: TrainConfig, sizes: _Sizes, start_scale: float | None, start_
             return Relational(config, dims)
         case "spread_out":
             return SpreadOut(config, dims)
+        case "none":
+            return NoLoss()
         case "embedding":
             teacher = str(followed_teacher(config))
             if sizes.embedding is None or teacher not in sizes.teachers:

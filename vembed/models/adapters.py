@@ -103,7 +103,8 @@ def target_names(backbone: nn.Module, family: Family, config: TrainConfig) -> li
     behind = [name for tower in towers for name in family.adapter_targets.get(tower, ())]
     wanted = config.lora_target_modules
     if wanted == "auto":
-        return [name for name in linear if name in inside] + behind
+        # A module without layers, such as a bag of embeddings, has its linear layers anywhere.
+        return [name for name in linear if name in inside or not inside] + behind
     every = linear + [name for name in behind if name not in linear]
     return every if wanted == "all-linear" else _named(wanted, every)
 

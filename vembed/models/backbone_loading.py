@@ -19,6 +19,7 @@ from vembed.errors import UserError
 from vembed.families.backbones import ENCODER_ONLY, file_dtype, model_class
 from vembed.families.model_settings import LIBRARY_ERRORS, first_sentence
 from vembed.families.weight_files import check_whole_weights
+from vembed.own.modeling import OwnConfig
 
 log = logging.getLogger(__name__)
 
@@ -54,18 +55,24 @@ def load_backbone(
     attn_implementation: str | None,
     trust_remote_code: bool,
     meta: bool,
+    from_scratch: bool = False,
     quantization: BitsAndBytesConfig | None = None,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Return the model with its weights.
 
-    `meta`: leave the parameters empty and fill the buffers only. `quantization`, `device`: quantise the weights on that
-    device while they are read.
+    `meta`: leave the parameters empty and fill the buffers only. `from_scratch`: draw random weights. `quantization`,
+    `device`: quantise the weights on that device while they are read.
     """
     chosen = model_class(config, trust_remote_code=trust_remote_code)
     if meta:
         resolved = file_dtype(config) if dtype == "auto" else dtype
         with init_empty_weights(include_buffers=False), _default_dtype(resolved):
+            return chosen._from_config(config, dtype=resolved, attn_implementation=attn_implementation)
+    if from_scratch or (isinstance(config, OwnConfig) and not list(folder.glob("*.safetensors"))):
+        resolved = torch.float32 if dtype == "auto" else dtype
+        log.info("weights: random, drawn by the constructor of %s under the run's seed", chosen.__name__)
+        with _default_dtype(resolved):
             return chosen._from_config(config, dtype=resolved, attn_implementation=attn_implementation)
     check_whole_weights(folder)
     try:

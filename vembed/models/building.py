@@ -18,7 +18,7 @@ from vembed.errors import UserError
 from vembed.families import backbones
 from vembed.families.decisions import has_mrl_projection
 from vembed.families.description import DESCRIPTION_FILE, ModelDescription
-from vembed.families.model_files import read_model
+from vembed.families.model_files import files_of
 from vembed.models import backbone_loading, cpu_kernels, packing, precision
 from vembed.models.adapters import linear_names_inside_layers, merge_saved_adapter, wants_adapters
 from vembed.models.heads import Dense, Head, load_dense, mrl_projection
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 def build_head(config: TrainConfig, description: ModelDescription) -> Head | None:
     """Return the model's Dense modules followed by this run's MRL projection; None if there are neither."""
-    files = read_model(config.model_name, config.model_revision).sentence_transformers
+    files = files_of(config).sentence_transformers
     modules: list[Dense] = [load_dense(folder) for folder in files.dense] if files is not None else []
     size = modules[-1].linear.out_features if modules else description.hidden_dim
     added = None
@@ -118,6 +118,7 @@ def _load(
         attn_implementation=kernel,
         trust_remote_code=trust,
         meta=meta,
+        from_scratch=config.from_scratch,
     )
     if description.bidirectional_attention:
         backbone_loading.see_all_tokens(backbone)

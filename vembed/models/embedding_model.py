@@ -20,6 +20,7 @@ from vembed.models import cpu_kernels, packing, precision
 from vembed.models.adapters import add_adapters, wants_adapters
 from vembed.models.bf16 import use_bf16
 from vembed.models.building import build_backbone, build_head, cast_frozen_towers, scale_and_bias
+from vembed.models.collected_losses import Collected
 from vembed.models.heads import Dense, Head, principal_components
 from vembed.models.modalities import (
     image_features,
@@ -30,6 +31,7 @@ from vembed.models.modalities import (
 )
 from vembed.models.quantized import settle
 from vembed.models.towers import freeze_parts, freeze_unused, frozen_towers, tower_module, towers_of_modality
+from vembed.own.modeling import OwnModel
 
 ModalitySlice = tuple[Modality, dict[str, Tensor]]
 FEATURES = "features"
@@ -61,25 +63,49 @@ class EmbeddingModel(nn.Module):
         self._autocasts = True
 
     def forward(
-        self, parts: list[ModalitySlice], *, features_only: bool = False, images_only: bool = False
-    ) -> list[Tensor]:
+        self,
+        parts: list[ModalitySlice],
+        *,
+        features_only: bool = False,
+        images_only: bool = False,
+        with_auxiliary: bool = False,
+    ) -> list[Tensor] | tuple[list[Tensor], list[dict[str, Tensor]]]:
         """For each (modality, inputs): the [n, embedding_dim] embeddings, not normalised, in at least float32.
 
         `features_only`: what the towers give, before projections and head. Handed back as {"features": ...}, they are
         the inputs of a modality whose tower is left out. `images_only`, for the vision modality alone: what the image
-        tower gives, which can take the place of the pixels in its inputs.
+        tower gives, which can take the place of the pixels in its inputs. `with_auxiliary`: return also, for each part,
+        the losses of the model's own by name, each [2, n] or [2, 1]: sums and counts.
         """
         if self._autocasts and not torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                return self.forward(parts, features_only=features_only, images_only=images_only)
+                return self.forward(
+                    parts, features_only=features_only, images_only=images_only, with_auxiliary=with_auxiliary
+                )
+        if with_auxiliary:
+            losses: list[dict[str, Tensor]] = [{} for _ in parts]
+            embeddings = [
+                self._embed(modality, inputs, False, found)
+                for (modality, inputs), found in zip(parts, losses, strict=True)
+            ]
+            return embeddings, losses
         if images_only:
             return [_wide(image_features(self.backbone, inputs)) for _, inputs in parts]
         return [self._embed(modality, inputs, features_only) for modality, inputs in parts]
 
-    def _embed(self, modality: Modality, inputs: dict[str, Tensor], features_only: bool) -> Tensor:
+    def _embed(
+        self,
+        modality: Modality,
+        inputs: dict[str, Tensor],
+        features_only: bool,
+        losses: dict[str, Tensor] | None = None,
+    ) -> Tensor:
         features = inputs.get(FEATURES)
         if features is None:
-            features = tower_features(self.description, self.backbone, modality, inputs)
+            found = Collected()
+            features = tower_features(self.description, self.backbone, modality, inputs, found)
+            if losses is not None:
+                losses.update(found.in_normal_form(len(features)))
         if not features_only:
             features = project(self.description, self.backbone, modality, features)
             if self.head is not None:
@@ -118,6 +144,10 @@ class EmbeddingModel(nn.Module):
         small, and what they give is the embedding."""
         names = dict.fromkeys(self.description.traits.projections.values())
         return [*map(self.backbone.get_submodule, names), *([] if self.head is None else [self.head])]
+
+    def has_auxiliary(self) -> bool:
+        """True if the model may return losses of its own."""
+        return isinstance(self.backbone, OwnModel)
 
     def packs_texts(self) -> bool:
         """True if texts go through the model without their padding."""

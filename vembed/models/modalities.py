@@ -18,6 +18,7 @@ from vembed.families.backbones import is_decoder_only
 from vembed.families.description import ModelDescription
 from vembed.families.table import Forward, Modality
 from vembed.models import packing
+from vembed.models.collected_losses import Collected
 from vembed.models.pooling import pool
 from vembed.models.towers import tower_module, towers_of_modality
 
@@ -29,8 +30,15 @@ Backbone = Any
 """A Transformers model or TwoTowers. Their attributes are untyped."""
 
 
-def tower_features(description: ModelDescription, backbone: Backbone, modality: Modality, inputs: Inputs) -> Tensor:
-    """Return tower features [n, width], one vector per item of one modality's collated inputs."""
+def tower_features(
+    description: ModelDescription,
+    backbone: Backbone,
+    modality: Modality,
+    inputs: Inputs,
+    collected: Collected | None = None,
+) -> Tensor:
+    """Return tower features [n, width], one vector per item of one modality's collated inputs. `collected` gets the
+    model's own losses."""
     family = description.traits
     forward = family.forwards[modality]
     if family.has_two_models or forward == "pooled_towers":
@@ -39,7 +47,7 @@ def tower_features(description: ModelDescription, backbone: Backbone, modality: 
     if family.has_two_models and modality == "image":
         assert description.image_pooling is not None
         description = description.with_(pooling=description.image_pooling)
-    return _FORWARDS[forward](description, backbone, inputs)
+    return _FORWARDS[forward](description, backbone, inputs, Collected() if collected is None else collected)
 
 
 def project(description: ModelDescription, backbone: Backbone, modality: Modality, features: Tensor) -> Tensor:
@@ -84,7 +92,7 @@ def padding_mask(inputs: Inputs) -> Tensor | None:
     return mask
 
 
-def _text(description: ModelDescription, backbone: Backbone, inputs: Inputs) -> Tensor:
+def _text(description: ModelDescription, backbone: Backbone, inputs: Inputs, collected: Collected) -> Tensor:
     mask = padding_mask(inputs)
     if packing.packs(backbone):
         hidden = packing.hidden_states(backbone, inputs["input_ids"], mask, inputs.get(packing.TOKENS))
@@ -97,10 +105,12 @@ def _text(description: ModelDescription, backbone: Backbone, inputs: Inputs) -> 
         if mask is not None and description.padding_side == "left":
             # Positions count from the first real token. Otherwise they would depend on the amount of left padding.
             arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    return pool(description.pooling, backbone(**arguments).last_hidden_state, mask)
+    output = backbone(**arguments)
+    collected.take(output)
+    return pool(description.pooling, output.last_hidden_state, mask)
 
 
-def _chat(description: ModelDescription, backbone: Backbone, inputs: Inputs) -> Tensor:
+def _chat(description: ModelDescription, backbone: Backbone, inputs: Inputs, _: Collected) -> Tensor:
     """Return embeddings of token ids with images. The model computes its 3D positions (time, height, width) itself."""
     mask = padding_mask(inputs)
     arguments: dict[str, Any] = {key: value for key, value in inputs.items() if key != "attention_mask"}
@@ -115,7 +125,7 @@ def _chat(description: ModelDescription, backbone: Backbone, inputs: Inputs) -> 
     return pool(description.pooling, backbone(**arguments, use_cache=False).last_hidden_state, mask)
 
 
-def _image(description: ModelDescription, backbone: Backbone, inputs: Inputs) -> Tensor:
+def _image(description: ModelDescription, backbone: Backbone, inputs: Inputs, collected: Collected) -> Tensor:
     # A frozen tower may be held in another dtype than the pixels.
     arguments = {**inputs, "pixel_values": inputs["pixel_values"].to(backbone.dtype)}
     if backbone.config.model_type == "vit_mae":
@@ -124,6 +134,7 @@ def _image(description: ModelDescription, backbone: Backbone, inputs: Inputs) ->
         ascending = torch.arange(num_patches, device=inputs["pixel_values"].device)
         arguments["noise"] = ascending.expand(len(inputs["pixel_values"]), -1)
     output = backbone(**arguments)
+    collected.take(output)
     if description.pooling == "own":
         pooled: Tensor = output.pooler_output
         return pooled.flatten(1)
@@ -133,7 +144,7 @@ def _image(description: ModelDescription, backbone: Backbone, inputs: Inputs) ->
     return pool(description.pooling, hidden, None)
 
 
-def _pooled_tower(description: ModelDescription, tower: Backbone, inputs: Inputs) -> Tensor:
+def _pooled_tower(description: ModelDescription, tower: Backbone, inputs: Inputs, _: Collected) -> Tensor:
     arguments = {key: value for key, value in inputs.items() if key != "attention_mask"}
     # A family with texts of fixed length was trained without a mask.
     mask = None if description.traits.has_fixed_length else padding_mask(inputs)
@@ -143,7 +154,7 @@ def _pooled_tower(description: ModelDescription, tower: Backbone, inputs: Inputs
     return pooled
 
 
-_FORWARDS: dict[Forward, Callable[[ModelDescription, Backbone, Inputs], Tensor]] = {
+_FORWARDS: dict[Forward, Callable[[ModelDescription, Backbone, Inputs, Collected], Tensor]] = {
     "text": _text,
     "image": _image,
     "chat": _chat,

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from vembed.families.description import ModelDescription
+from vembed.own.folder import own_class
 
 _SECRET_NAME = re.compile(r"token|secret|password|passwd|credential|api_?key|auth", re.IGNORECASE)
 _SECRET_VALUE = re.compile(
@@ -165,12 +166,20 @@ def _usage(description: ModelDescription, loads_in_sentence_transformers: bool) 
     if "text" not in description.modalities:
         queries = '["query.jpg"]'
     lines = ["## Usage", ""]
+    own = own_class(Path(description.source))
+    trust = "" if own is None else ", trust_remote_code=True"
+    if own is not None:
+        lines += [
+            f"This folder brings Python code of its own: the class `{own}`. It runs where the model is loaded, so read "
+            "it before you set `trust_remote_code=True`.",
+            "",
+        ]
     if loads_in_sentence_transformers:
         lines += [
             "```python",
             "from sentence_transformers import SentenceTransformer",
             "",
-            'model = SentenceTransformer("path/to/this/folder")',
+            f'model = SentenceTransformer("path/to/this/folder"{trust})',
             f"queries = model.encode_query({queries})",
             f"documents = model.encode_document({documents})",
             "print(model.similarity(queries, documents))",
@@ -181,7 +190,9 @@ def _usage(description: ModelDescription, loads_in_sentence_transformers: bool) 
         ]
     else:
         lines += [
-            "Sentence Transformers cannot load this model: it has two towers that were not made for each other.",
+            "Sentence Transformers cannot load this model: it has two towers that were not made for each other."
+            if description.traits.has_two_models
+            else "Sentence Transformers cannot load this model: one module of its own takes texts and images.",
             "",
         ]
     queries, documents = (re.sub(r'("\w+\.jpg")', r'{"image": \1}', example) for example in (queries, documents))
@@ -189,7 +200,7 @@ def _usage(description: ModelDescription, loads_in_sentence_transformers: bool) 
         "```python",
         "import vembed",
         "",
-        'model = vembed.Embedder("path/to/this/folder")',
+        f'model = vembed.Embedder("path/to/this/folder"{trust})',
         f'queries = model.encode({queries}, kind="query")',
         f'documents = model.encode({documents}, kind="document")',
         "```",

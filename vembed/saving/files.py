@@ -24,6 +24,7 @@ from vembed.models.building import empty_backbone
 from vembed.models.heads import Head
 from vembed.models.names import plain_name
 from vembed.models.processors import load_chat_template, load_tokenizer, save_processors
+from vembed.own.folder import is_own, save_code
 from vembed.saving.card import Card, render_card
 from vembed.saving.durability import sync, sync_folder
 from vembed.saving.layout import write_json, write_layout
@@ -75,6 +76,8 @@ def save_model(
         changed = {} if weights else _changed_settings(description, backbone)
         if weights:
             _write_backbone(folder, backbone, _stored(weights, dtype))
+        if is_own(Path(description.source)):
+            save_code(Path(description.source), folder)
         save_processors(description, folder)
         chat = None
         if description.traits.reads_chats:

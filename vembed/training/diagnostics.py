@@ -109,6 +109,9 @@ def log_line(values: dict[str, Any], total_steps: int, seconds_left: float) -> s
         f"grad {values['grad_norm']:.3g}  {f'{rate:,.0f}' if rate >= 100 else f'{rate:.3g}'} samples/s  "
         f"left {duration(seconds_left)}"
     )
+    for name, value in values.items():
+        part = f"  {name.removeprefix('loss/')} {value:.4f}" if name.startswith("loss/") else ""
+        line += part if len(line + part) <= MAX_COLUMNS else ""
     slow = f"  rank {values['slowest_rank']} slow"
     if len(values["memory"]) > 1 and values["skew"] > SLOW_RANK and len(line + slow) <= MAX_COLUMNS:
         line += slow

@@ -8,11 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from vembed.config.loading import Source, require_earlier_stage, resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.data.in_memory import as_path
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.session import start_session
+from vembed.errors import UserError
+from vembed.own.objects import as_options
 from vembed.training.agreement import facts_of
 from vembed.training.callbacks import Callbacks, OnEvaluation, OnStep
 from vembed.training.checkpoint import Checkpointer
@@ -37,15 +41,20 @@ def train(
     *,
     on_step: OnStep | None = None,
     on_evaluation: OnEvaluation | None = None,
+    model: nn.Module | type[nn.Module] | None = None,
 ) -> TrainResult:
     """Train as the config says (a path, a dict or a TrainConfig); return the model's folder and its scores.
 
     In a dict, `data_path` and `val_data_path` may be lists of dicts or a `datasets.Dataset`. `on_step` and
     `on_evaluation` are called with a StepInfo and an EvaluationInfo (`vembed/training/callbacks.py`) and may return
-    "stop", which ends the run with a model and a report. `hooks`: additions to the loop (`vembed/training/hooks.py`).
+    "stop", which ends the run with a model and a report. `model`: a torch module or its class, as `model_class`; a
+    module's weights are where training starts. `hooks`: additions to the loop (`vembed/training/hooks.py`).
     """
     if isinstance(config, Mapping):
         config = {key: as_path(key, value) if key in DATA else value for key, value in config.items()}
+        config = as_options(config, model)
+    elif model is not None:
+        raise UserError("model= goes with a config that is a dict; in a file, model_class names the class")
     if on_step is not None or on_evaluation is not None:
         hooks = [*hooks, Callbacks(on_step, on_evaluation)]
     resolved = resolve_run(config, overrides)

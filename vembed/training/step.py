@@ -12,7 +12,7 @@ One global batch, of which this rank holds a rank batch of distinct inputs, pass
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +30,7 @@ from vembed.families.table import Modality
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.models.bf16 import holding_copies
 from vembed.teachers.supply import Teachers
+from vembed.training.auxiliary_losses import AuxiliaryBatch, AuxiliaryLosses, Parts
 from vembed.training.budget import Budget
 from vembed.training.frozen import BatchInputs, InputSource
 from vembed.training.gathered_columns import Column, gather_columns
@@ -72,6 +73,10 @@ class StepBatch:
     """Embeddings of each micro-batch with their graphs; empty with Gradient Cache."""
     embeddings: Tensor = field(init=False)
     """[n, D] embeddings of this rank's inputs, detached."""
+    auxiliary: AuxiliaryBatch | None = None
+    """Sums of the model's own losses; None for a model without."""
+    auxiliary_outputs: list[Parts] = field(default_factory=list)
+    """The model's own losses of each micro-batch with their graphs; empty with Gradient Cache."""
 
     def synchronises(self, micro_batch: int) -> bool:
         """Return whether the backward pass of this micro-batch is the last before the optimizer step."""
@@ -91,6 +96,8 @@ class BatchResult:
     """This rank's embeddings, for diagnostics."""
     is_finite: Tensor
     """Bool: whether all of them are finite. On the device, so that nothing waits for it."""
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
+    """The model's own losses of the global batch, without their weights."""
 
     def without_embeddings(self) -> BatchResult:
         """Return the result without the memory of its embeddings."""
@@ -127,8 +134,10 @@ class ContrastiveStep:
         guard: MemoryGuard,
         seed: int,
         teachers: Teachers | None = None,
+        auxiliary: AuxiliaryLosses | None = None,
     ) -> None:
-        """`budget` may be replaced between two batches, after a shortage of memory. `teachers`: of the loss, if any."""
+        """`budget` may be replaced between two batches, after a shortage of memory. `teachers`: of the loss, if any.
+        `auxiliary`: losses of the model's own, if it has any."""
         self.model = model
         self.loss = loss
         self.source = source
@@ -137,6 +146,7 @@ class ContrastiveStep:
         self.guard = guard
         self.seed = seed
         self.teachers = teachers
+        self.auxiliary = auxiliary
         self.timer = PhaseTimer(session.device)
 
     def accumulate(
@@ -154,6 +164,8 @@ class ContrastiveStep:
     ) -> BatchResult:
         with self.timer("data"):
             batch = StepBatch(rank_batch, number, last, self.source.of(rank_batch.features))
+        if self.auxiliary is not None:
+            batch.auxiliary = self.auxiliary.begin(rank_batch, self.session.device)
         with self.timer("wait"):
             self.agree(batch)
         with self.timer("forward"), self._watching_memory():
@@ -162,7 +174,7 @@ class ContrastiveStep:
             loss_batch = self.gather(batch)
         loss_share, gradient = self.score(loss_batch, batch, weight * scale)
         with self.timer("backward"), self._watching_memory():
-            self.backward(batch, gradient)
+            self.backward(batch, gradient, weight * scale)
         feeder, num_forwards = self.source.feeder, len(batch.micro_batches)
         return BatchResult(
             loss_share=loss_share,
@@ -171,6 +183,7 @@ class ContrastiveStep:
             kept_graphs=batch.keeps_graphs,
             embeddings=batch.embeddings,
             is_finite=torch.isfinite(batch.embeddings).all(),
+            auxiliary={} if batch.auxiliary is None else batch.auxiliary.means(),
         )
 
     # ---- the stages --------------------------------------------------------------------------------------------
@@ -213,7 +226,9 @@ class ContrastiveStep:
             for number, inputs in enumerate(batch.inputs.feed(batch.micro_batches)):
                 # Set before the forward pass, as FSDP requires; `backward` sets it again for each micro-batch.
                 self._synchronise_gradients(batch.synchronises(number))
-                outputs = self._forward(inputs, batch.number, number)
+                outputs, losses = self._forward(inputs, batch.number, number)
+                if self.auxiliary is not None and batch.auxiliary is not None:
+                    self.auxiliary.count(batch.auxiliary, losses, rows_of(batch.micro_batches[number]))
                 if joined is None:
                     joined = outputs[0].new_zeros(len(batch.rank_batch.features), outputs[0].shape[1])
                 for (_, rows), output in zip(batch.micro_batches[number], outputs, strict=True):
@@ -221,6 +236,7 @@ class ContrastiveStep:
                         joined[row_index(rows, joined.device)] = output.detach()
                 if batch.keeps_graphs:
                     batch.outputs.append(outputs)
+                    batch.auxiliary_outputs.append(losses)
         assert joined is not None, "a global batch has at least one input, so every rank runs at least one micro-batch"
         batch.embeddings = joined
 
@@ -284,29 +300,39 @@ class ContrastiveStep:
             # Every rank's loss depends on all embeddings. Summed over the ranks, each rank gets the rows of its own
             # inputs.
             gradient = collectives.reduce_scatter_rows(gradient_of(loss_batch.embeddings), batch.agreed.num_inputs)
+            if self.auxiliary is not None and batch.auxiliary is not None:
+                self.auxiliary.agree(batch.auxiliary)
+                loss_share = loss_share.detach() + self.auxiliary.share(batch.auxiliary)
         # FSDP and the flat all-reduce average over the ranks, but L is a sum over them.
         return loss_share.detach(), gradient * self.session.world_size
 
-    def backward(self, batch: StepBatch, gradient: Tensor) -> None:
-        """Backpropagate `gradient` [n, D] through every micro-batch, run again without kept graphs. Collective."""
+    def backward(self, batch: StepBatch, gradient: Tensor, weight: float) -> None:
+        """Backpropagate `gradient` [n, D], and `weight` times the model's own losses, through every micro-batch, run
+        again without kept graphs. Collective."""
         feed = None if batch.keeps_graphs else batch.inputs.feed(batch.micro_batches)
         for number, micro_batch in enumerate(batch.micro_batches):
             self._synchronise_gradients(batch.synchronises(number))
             if feed is None:
                 # Dropping the reference frees each graph as soon as its backward is done.
                 outputs, batch.outputs[number] = batch.outputs[number], []
+                losses, batch.auxiliary_outputs[number] = batch.auxiliary_outputs[number], []
             else:
                 # The seed is a function of the number, so this replay draws the dropout masks of `encode`.
-                outputs = self._forward(next(feed), batch.number, number)
+                outputs, losses = self._forward(next(feed), batch.number, number)
             # From the last backward on, the units reshard again. Not before its forward: it would reshard as well, and
             # every unit would be gathered a second time.
             self._keep_gathered(not batch.synchronises(number))
-            pairs = [
+            pairs: list[tuple[Tensor, Tensor]] = [
                 # A dummy gets a zero gradient: it adds nothing, but its backward takes part in the ranks' collectives.
                 (output, gradient[row_index(rows, gradient.device)] if rows else torch.zeros_like(output))
                 for (_, rows), output in zip(micro_batch, outputs, strict=True)
                 if output.requires_grad
             ]
+            if self.auxiliary is not None and batch.auxiliary is not None:
+                added = self.auxiliary.surrogate(batch.auxiliary, losses, rows_of(micro_batch))
+                if added is not None:
+                    # As the loss: a sum over the ranks, which averaging would divide.
+                    pairs.append((added, added.new_full((), weight * self.session.world_size)))
             if pairs:
                 torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
         if batch.is_last and self.session.keeps_gathered:
@@ -314,10 +340,15 @@ class ContrastiveStep:
 
     # ---- parts of the stages -----------------------------------------------------------------------------------
 
-    def _forward(self, inputs: ModelInputs, batch: int, micro_batch: int) -> list[Tensor]:
+    def _forward(self, inputs: ModelInputs, batch: int, micro_batch: int) -> tuple[list[Tensor], Parts]:
         torch.manual_seed(seed_of(self.seed, batch, self.session.rank, micro_batch))
-        outputs: list[Tensor] = self.model(inputs)
-        return outputs
+        outputs: list[Tensor]
+        if self.auxiliary is None:
+            outputs = self.model(inputs)
+            return outputs, []
+        losses: list[dict[str, Tensor]]
+        outputs, losses = self.model(inputs, with_auxiliary=True)
+        return outputs, losses
 
     def _synchronise_gradients(self, is_last: bool) -> None:
         """Let FSDP reduce gradients in this backward pass. Other micro-batches only add to the local gradient."""
@@ -344,6 +375,11 @@ class ContrastiveStep:
 def of_modality(rank_batch: RankBatch, modality: Modality) -> list[int]:
     """Return the positions of a modality's inputs in a rank batch."""
     return [place for place, feature in enumerate(rank_batch.features) if feature.modality == modality]
+
+
+def rows_of(micro_batch: MicroBatch) -> list[list[int]]:
+    """Return the positions of the inputs of each slice of a micro-batch."""
+    return [rows for _, rows in micro_batch]
 
 
 def part_of(rank: int, counts: list[int]) -> slice:

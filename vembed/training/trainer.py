@@ -25,6 +25,8 @@ from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
 from vembed.progress import duration
 from vembed.report.record import scores_line
+from vembed.training.auxiliary_figures import AuxiliaryFigures
+from vembed.training.auxiliary_losses import AuxiliaryLosses
 from vembed.training.budget import find_budget
 from vembed.training.checkpoint import Checkpointer
 from vembed.training.configured import configured_hooks
@@ -102,6 +104,7 @@ class Trainer:
             Diagnostics(),
             LossesBySource(),
             DataWatch(),
+            AuxiliaryFigures(),
             StepCurves(),
             QueryRecord(),
             SetupLines(),
@@ -118,8 +121,9 @@ class Trainer:
         self.guard = MemoryGuard(session)
         budget = find_budget(config, parts.model, parts.featuriser, session, sample, parts.optimizer)
         self.step = ContrastiveStep(
-            parts.model, parts.loss, parts.source, session, budget, self.guard, config.seed, parts.teachers
-        )
+            parts.model, parts.loss, parts.source, session, budget, self.guard, config.seed, parts.teachers,
+            AuxiliaryLosses(config) if parts.embedder.has_auxiliary() else None,
+        )  # fmt: skip
         self.update = Update(parts.model, parts.loss, parts.optimizer, session, config, self.state.scale)
 
     def run(self) -> TrainResult:

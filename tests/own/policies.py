@@ -1,0 +1,8 @@
+"""A user's choice of FSDP units."""
+
+from torch import nn
+
+
+def linear(module: nn.Module) -> bool:
+    """Make every linear layer a unit."""
+    return isinstance(module, nn.Linear)

@@ -1,0 +1,269 @@
+"""Modules of the user's own: exact gradients with auxiliary losses, training in shards, files that load elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vembed
+from tests import tiny
+from tests.docs.pages import ROOT
+from tests.harness import run_ranks
+from tests.losses.reference import reference_loss
+from tests.own.bag import Bag
+from tests.own.conv import Convolutions
+from tests.parity.engine import BATCH_NUMBER, SEED, Case, build, examples, full_gradients, plain_batch, worst_error
+from tests.tiny_tokenizers import texts, wordpiece_tokenizer
+from vembed.config.loading import load_config
+from vembed.config.schema import TrainConfig
+from vembed.data.batches import rank_rows
+from vembed.data.feeding import Feeder
+from vembed.data.rank_batch import make_rank_batch
+from vembed.distributed.session import start_session
+from vembed.training.auxiliary_losses import AuxiliaryLosses
+from vembed.training.frozen import InputSource
+from vembed.training.shortage import MemoryGuard
+from vembed.training.step import ContrastiveStep
+from vembed.training.update import synchronise
+
+BAG = f"{ROOT / 'tests/own/bag.py'}:Bag"
+CONVOLUTIONS = f"{ROOT / 'tests/own/conv.py'}:Convolutions"
+FREE = f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer"
+SMALL = {"vocab_size": 400, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "latent_dim": 8}
+WEIGHTS = {"word_size": 0.7, "vector_size": 1.3}
+CASES = [
+    Case("cached-rows", micro="row"),
+    Case("cached", {"use_mrl": True, "mrl_dims": [16, 4]}, micro="odd"),
+    Case("kept-graphs", micro="odd", cache=False),
+    Case("alone", {"loss": "none"}, micro="odd"),
+    Case("lora", {"use_lora": True, "lora_r": 2, "lora_dropout": 0.0}, micro="odd"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache folder of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer, pairs of texts and pairs of images."""
+    folder = tmp_path_factory.mktemp("own")
+    wordpiece_tokenizer().save_pretrained(folder / "tokenizer")
+    words = texts(64, seed=1)
+    pairs = [{"query": words[2 * row], "positive": words[2 * row + 1]} for row in range(32)]
+    draw = np.random.default_rng(0)
+    images = []
+    for row in range(16):
+        for side in "ab":
+            pixels = draw.integers(0, 255, (18, 18, 3), np.uint8)
+            Image.fromarray(pixels).save(folder / f"{row}{side}.png")
+        images.append({"query": {"image": f"{row}a.png"}, "positive": {"image": f"{row}b.png"}})
+    for name, rows in (("pairs", pairs), ("images", images), ("texts", [{"text": one} for one in words])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def options(place: Path, name: str, **more: Any) -> dict[str, Any]:
+    """A short run."""
+    return {
+        "tokenizer_name": str(place / "tokenizer"), "data_path": str(place / "pairs.jsonl"), "batch_size": 4,
+        "max_steps": 2, "report_to": [], "output_dir": str(place / name), "gradient_cache_chunk_size": 3,
+        "use_gradient_cache": True, "learning_rate": 1e-2, "logging_steps": 1, **more,
+    }  # fmt: skip
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """Gradients of each case, and what was logged by name."""
+
+    gradients: list[dict[str, torch.Tensor]]
+    auxiliary: list[dict[str, float]]
+
+
+def config_of(case: Case, place: Path, **more: Any) -> TrainConfig:
+    """The bag, in float64 later, with the weights of both losses."""
+    return load_config(
+        {
+            "model_class": BAG, "tokenizer_name": str(place / "tokenizer"), "data_path": "none",
+            "auxiliary_losses": WEIGHTS, "gradient_checkpointing": False, **case.options, **more,
+        }
+    )  # fmt: skip
+
+
+def on_ranks(place: Path, strategy: str) -> Found:
+    """Each case through the real step on this rank."""
+    found = Found([], [])
+    more = {"strategy": strategy}
+    with start_session(config_of(CASES[0], place, **more)) as session:
+        for case in CASES:
+            config = config_of(case, place, **more)
+            embedder, loss, featuriser = build(case, config)
+            model = session.prepare(embedder, embedder.description.layer_classes)
+            rows = examples(case)
+            own = rank_rows(len(rows), session.rank, session.world_size)
+            rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
+            step = ContrastiveStep(
+                model, loss, InputSource(model, Feeder(featuriser, session.device), session), session, case.budget(),
+                MemoryGuard(session), SEED, auxiliary=AuxiliaryLosses(config),
+            )  # fmt: skip
+            result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
+            synchronise(model, loss, session)
+            found.gradients.append({**full_gradients(model), "loss": result.loss_share})
+            found.auxiliary.append(dict(result.auxiliary))
+    return found
+
+
+def wanted(case: Case, place: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The formula: every occurrence encoded by itself, and each auxiliary loss a mean over all of them."""
+    config = config_of(case, place)
+    model, _, featuriser = build(case, config)
+    batch = plain_batch(case, model, featuriser)
+    used = torch.cat([batch.query, batch.positive, batch.negative])
+    inputs = [(item, kind) for example in examples(case) for item, kind in occurrences(example)]
+    features = featuriser.features(inputs)  # type: ignore[arg-type]
+    _, losses = model([("text", featuriser.collate(features))], with_auxiliary=True)
+    assert len(features) == len(batch.embeddings) and used.max() < len(features)
+    means = {name: (one[0, used].sum() / one[1, used].sum()) for name, one in losses[0].items()}
+    value = sum(WEIGHTS[name] * one for name, one in means.items())
+    if config.loss != "none":
+        value = value + reference_loss(batch, config, mrl_dims=model.description.mrl_dims)
+    value.backward()
+    return {**full_gradients(model), "loss": value.detach()}, {name: float(one.detach()) for name, one in means.items()}
+
+
+def occurrences(example: Any) -> list[tuple[Any, str]]:
+    """The inputs of an example in the order of `plain_batch`."""
+    later = [(item, "document") for item in (*example.positives, *example.negatives)]
+    return [(example.query, "query"), *later]
+
+
+@pytest.fixture(scope="module")
+def found(place: Path) -> dict[str, list[Found]]:
+    """What each group of ranks has found, one start of processes for each."""
+    groups = {"one": (1, "single"), "ddp": (3, "ddp"), "fsdp2": (2, "fsdp")}
+    return {
+        name: run_ranks(on_ranks, ranks, place, strategy, timeout=100, process_group=False)
+        for name, (ranks, strategy) in groups.items()
+    }
+
+
+@pytest.mark.parametrize("group", ["one", "ddp", "fsdp2"])
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+def test_gradients_with_auxiliary_losses_are_those_of_the_formula(
+    found: dict[str, list[Found]], place: Path, group: str, number: int
+) -> None:
+    gradients, means = wanted(CASES[number], place)
+    ranks = found[group]
+    name, error = worst_error(ranks[0].gradients[number], gradients)
+    assert error < 1e-9, (name, error)
+    total = sum(float(rank.gradients[number]["loss"]) for rank in ranks)
+    assert total == pytest.approx(float(gradients["loss"]), rel=1e-9)
+    for rank in ranks:
+        assert rank.auxiliary[number] == pytest.approx(means, rel=1e-9)
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------------
+
+
+def train_all(place: Path) -> list[dict[str, float]]:
+    """Three models in shards with Gradient Cache, one after the other."""
+    sharded = {"use_fsdp": True, "eval_before": False}
+    found = []
+    for name, values in {
+        "bag": {"model_class": BAG, "auxiliary_losses": WEIGHTS},
+        "convolutions": {"model_class": CONVOLUTIONS, "data_path": str(place / "images.jsonl")},
+        "free": {"model_class": FREE, "model_config": SMALL, "use_mrl": True, "mrl_dims": [16, 8]},
+    }.items():
+        vembed.train(options(place, name, **sharded, **values))
+        lines = (place / name / "metrics.jsonl").read_text().splitlines() if (place / name).is_dir() else []
+        found.append({key: one for line in lines for key, one in json.loads(line).items() if key.startswith("loss")})
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> list[dict[str, float]]:
+    """The losses that were logged for each model."""
+    return run_ranks(train_all, 2, place, timeout=110, process_group=False)[0]
+
+
+def test_models_train_in_shards_with_gradient_cache(trained: list[dict[str, float]], place: Path) -> None:
+    assert {"loss/word_size", "loss/vector_size"} <= trained[0].keys()
+    assert {"loss/next_token", "loss/kl"} <= trained[2].keys()
+    log = (place / "free" / "training_log.txt").read_text()
+    assert "FSDP2: 3 units (3 DecoderBlock) and the rest of the model" in log
+    assert "2 units (2 Block)" in (place / "convolutions" / "training_log.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["bag", "free"])
+def test_saved_models_load_elsewhere(trained: list[dict[str, float]], place: Path, name: str) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    del trained
+    folder, some = place / name / "final", ["a red cat", "two dogs in the snow and a very long road home", "rain"]
+    with pytest.raises(vembed.UserError, match="trust_remote_code is false"):
+        vembed.Embedder(folder)
+    mine = vembed.Embedder(folder, trust_remote_code=True).encode(some)
+    theirs = SentenceTransformer(str(folder), trust_remote_code=True, device="cpu").encode(some)
+    assert np.abs(mine - theirs).max() < 1e-5
+    assert "trust_remote_code=True" in (folder / "README.md").read_text()
+
+
+def test_images(trained: list[dict[str, float]], place: Path) -> None:
+    del trained
+    model = vembed.Embedder(place / "convolutions" / "final", trust_remote_code=True)
+    assert model.encode([place / "0a.png", place / "1b.png"]).shape == (2, 8)
+
+
+# ---- Python --------------------------------------------------------------------------------------------------------
+
+
+def test_a_module_starts_from_its_weights(place: Path) -> None:
+    """One that was given in Python: with a step of no size, the saved model has its weights."""
+    torch.manual_seed(3)
+    module = Bag(hidden_dim=8)
+    given = options(place, "module", learning_rate=1e-30, weight_decay=0.0, model_config={"hidden_dim": 8})
+    vembed.train({**given, "model_class": module})
+    from safetensors.torch import load_file
+
+    saved = load_file(place / "module" / "final" / "model.safetensors")
+    assert torch.equal(saved["own.words.weight"], module.words.weight.detach())
+    text = tiny.texts(1, seed=4)[0]
+    ids = wordpiece_tokenizer()(text, return_tensors="pt")
+    expected = module.eval()(ids["input_ids"], ids["attention_mask"])[0][0].detach().numpy()
+    vector = vembed.Embedder(place / "module" / "final", trust_remote_code=True).encode([text])[0]
+    assert np.abs(vector - expected / np.linalg.norm(expected)).max() < 1e-6
+
+
+def test_a_later_stage_starts_from_a_saved_folder(trained: list[dict[str, float]], place: Path) -> None:
+    del trained
+    values = options(place, "later", model_class=Bag, model_name=str(place / "bag" / "final"))
+    result = vembed.train(values)
+    assert result.steps == 2
+
+
+def test_a_class_without_a_file_is_refused(place: Path) -> None:
+    class Local(Bag):
+        """A class inside of a function."""
+
+    with pytest.raises(vembed.UserError, match="top of a Python file"):
+        vembed.train(options(place, "local", model_class=Local))
+    with pytest.raises(vembed.UserError, match="reads texts and needs a tokenizer"):
+        vembed.train({**options(place, "none", model_class=Bag), "tokenizer_name": None})
+    with pytest.raises(vembed.UserError, match=r"is not a class of torch\.nn\.Module"):
+        vembed.train(options(place, "wrong", model_class=f"{ROOT / 'tests/own/bag.py'}:Tensor"))
+    assert Convolutions  # imported: a class of a file is the same object however it is named

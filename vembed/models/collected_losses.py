@@ -1,0 +1,50 @@
+"""Losses that a model returns beside its hidden states: sums and counts of one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vembed.own.modeling import OwnOutput
+
+
+class Collected:
+    """Auxiliary losses of one forward pass."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def take(self, output: Any) -> None:
+        """Take the losses of a model's output, if it has any."""
+        if isinstance(output, OwnOutput):
+            self.values.update(output.auxiliary or {})
+        elif isinstance(output, Mapping):  # a copy of the wrapper that was saved with a model
+            self.values.update(output.get("auxiliary") or {})
+
+    def in_normal_form(self, count: int) -> dict[str, Tensor]:
+        """Return each loss as [2, n] or [2, 1], sums and counts, in at least float32. `count`: inputs of the pass.
+
+        A pair (sums, counts) is one number each, or one for each input. A scalar is the mean over the inputs.
+        """
+        return {name: _normal_form(name, value, count) for name, value in self.values.items()}
+
+
+def _normal_form(name: str, value: Any, count: int) -> Tensor:
+    if isinstance(value, tuple | list) and len(value) == 2:
+        sums = torch.as_tensor(value[0])
+        counts = torch.as_tensor(value[1], device=sums.device)
+    elif isinstance(value, Tensor) and value.ndim == 0:
+        sums, counts = value * count, torch.tensor(count, device=value.device)
+    else:
+        raise TypeError(
+            f"the auxiliary loss {name} must be a scalar, or a pair (sums, counts) of numbers or of one number for "
+            f"each input, and is {type(value).__name__}"
+        )
+    sums = sums if sums.dtype == torch.float64 else sums.float()
+    pair = torch.stack([sums, counts.detach().to(sums.dtype).expand_as(sums)])
+    if pair.ndim > 2 or (pair.ndim == 2 and pair.shape[1] not in (1, count)):
+        raise TypeError(f"the auxiliary loss {name} has the shape {list(pair.shape[1:])} for {count} inputs")
+    return pair.reshape(2, -1)
