@@ -22,6 +22,7 @@ from vembed.cli_support import (
     column_mapping_of,
     guarded,
     model_options,
+    open_closed_streams,
     taken_flags,
 )
 from vembed.cli_support import end as _end
@@ -48,11 +49,13 @@ Words = Annotated[list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --O
 
 def main() -> None:
     """Run the command."""
+    open_closed_streams()
     app()
 
 
 def run_process(verb: str, words: Sequence[str]) -> int:
     """Run a verb as one process; the launcher has started the others."""
+    open_closed_streams()
     if verb == "train":
         return guarded(lambda: _train(words, starts_processes=False))
     try:

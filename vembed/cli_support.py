@@ -27,6 +27,23 @@ BatchTokens = Annotated[int | None, typer.Option(min=1, help="Padded tokens per 
 Kind = Annotated[str, typer.Option(help="query or document: which of the model's prompts to use.")]
 
 
+def open_closed_streams() -> None:
+    """Open the standard streams that the caller has closed (`>&-`), on the null device.
+
+    Otherwise writing to them fails, and the next file that is opened gets their number and what libraries print.
+    """
+    for number in range(3):  # in order: an opened file gets the lowest free number
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
+    # Python has no object for a stream that was closed when it started.
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
 def guarded(function: Callable[[], int | None]) -> int:
     """Call a function and return the exit code. A UserError is printed as a message; a bug keeps its traceback."""
     try:

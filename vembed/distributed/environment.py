@@ -52,6 +52,15 @@ def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
     return RankInfo(rank, world_size, local_rank, local_world_size, launched=True)
 
 
+def check_num_threads(env: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError for an OMP_NUM_THREADS that is no number. Accelerate would end by a traceback."""
+    value = env.get("OMP_NUM_THREADS")
+    if value and (not value.strip().isdecimal() or int(value) < 1):
+        raise UserError(
+            f"OMP_NUM_THREADS={value!r} must be a whole number above 0 (threads of each process), or unset."
+        )
+
+
 def _whole_number(env: Mapping[str, str], name: str) -> int:
     try:
         return int(env[name])

@@ -23,6 +23,8 @@ from vembed.distributed import collectives, sharding
 from vembed.distributed.batch_norms import share_batch_norms
 from vembed.distributed.devices import bf16_instructions, choose_device, enable_expandable_segments
 from vembed.distributed.environment import RankInfo, read_rank_info
+from vembed.distributed.devices import choose_device, enable_expandable_segments
+from vembed.distributed.environment import RankInfo, check_num_threads, read_rank_info
 from vembed.distributed.estimate import GIB
 from vembed.distributed.meeting import Introduction, counted, meet
 from vembed.distributed.memory import keep_freed_memory
@@ -199,6 +201,7 @@ def start_session(source: ResolvedRun | TrainConfig, introduce: Introduction = l
     if run.config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first matrix product
     try:
+        check_num_threads()
         rank_info = read_rank_info()
         if torch.cuda.is_available():
             enable_expandable_segments()

@@ -38,8 +38,8 @@ def write_report(output_dir: str | Path) -> Path:
     """Write both reports; return the path of report.html. Only the main process calls it."""
     record = read_run(output_dir)
     path = record.folder / "report.html"
-    (record.folder / "report.md").write_text(markdown(record), encoding="utf-8")
-    path.write_text(html(record), encoding="utf-8")
+    (record.folder / "report.md").write_text(markdown(record), encoding="utf-8", errors="backslashreplace")
+    path.write_text(html(record), encoding="utf-8", errors="backslashreplace")
     return path
 
 

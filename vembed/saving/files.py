@@ -85,7 +85,7 @@ def save_model(
         write_layout(folder, description, head, _stored(_part(state, "head."), dtype), chat, changed)
         write_json(folder / DESCRIPTION_FILE, description.to_dict())
         text = render_card(description, card or Card(), adapter_alone=not weights)
-        (folder / "README.md").write_text(text, encoding="utf-8")
+        (folder / "README.md").write_text(text, encoding="utf-8", errors="backslashreplace")
     return Path(directory)
 
 

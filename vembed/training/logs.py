@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -71,7 +72,8 @@ def run_logging(config: TrainConfig, rank: int) -> Iterator[Outlets]:
     plain = SafeFormatter("%(asctime)s %(levelname)s %(message)s")
     handlers: list[logging.Handler] = []
     file: LogFile | None = None
-    stream = ResilientStream(sys.stdout)
+    # Python has no stdout where the caller has closed it.
+    stream = ResilientStream(sys.stdout or io.StringIO())
     console = Console(file=cast(TextIO, stream), quiet=rank != 0)
     if rank == 0:
         screen = ConsoleHandler(console, stream, config_console(config))

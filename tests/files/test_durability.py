@@ -1,0 +1,59 @@
+"""Flushing to disks that refuse it, and what is said about it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.training.test_run import metrics
+from vembed.saving.durability import sync, sync_folder, way_out
+from vembed.saving.files import replaced_folder
+from vembed.training.resume import trim_metrics
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EACCES])
+def test_file_systems_that_cannot_flush_folders(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+
+    def refuse(_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    sync(tmp_path)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        sync_folder(tmp_path)  # a file that cannot be flushed is an error
+
+
+def test_a_saved_model_is_flushed_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(str(Path(f"/proc/self/fd/{number}").readlink())))
+    with replaced_folder(tmp_path / "final") as folder:
+        (folder / "weights").write_text("1")
+    assert flushed == [f"{folder}/weights", str(folder), str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (os.strerror(errno.ENOSPC), "make room in out"),
+        (os.strerror(errno.EDQUOT), "make room in out"),
+        ("I/O error: No space (os error 28)", "make room in out"),
+        (os.strerror(errno.EIO), "check the disk of out"),
+        (os.strerror(errno.ESTALE), "check the disk of out"),
+    ],
+)
+def test_room_is_asked_for_only_where_it_is_missing(problem: str, said: str) -> None:
+    assert way_out(f"rank 0: {problem}", Path("out")) == said
+
+
+def test_an_evaluation_that_will_be_made_again_is_cut(tmp_path: Path) -> None:
+    lines = ['{"step": 2, "loss": 1.0}', '{"step": 2, "eval": {"a": 1}}', '{"step": 4, "loss": 2.0}',
+             '{"step": 4, "eval": {"a": 2}}']  # fmt: skip
+    for is_scored, evaluations in ((True, 2), (False, 1)):
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        assert trim_metrics(tmp_path, 4, is_scored=is_scored) == 2 - evaluations
+        assert len(metrics(tmp_path, "eval")) == evaluations
+        assert len(metrics(tmp_path)) == 2
