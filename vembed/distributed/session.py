@@ -22,8 +22,6 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives, sharding
 from vembed.distributed.batch_norms import share_batch_norms
 from vembed.distributed.devices import bf16_instructions, choose_device, enable_expandable_segments
-from vembed.distributed.environment import RankInfo, read_rank_info
-from vembed.distributed.devices import choose_device, enable_expandable_segments
 from vembed.distributed.environment import RankInfo, check_num_threads, read_rank_info
 from vembed.distributed.estimate import GIB
 from vembed.distributed.meeting import Introduction, counted, meet
