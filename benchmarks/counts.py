@@ -108,14 +108,14 @@ def counting(reads: Reads, forwards: list[int], steps: list[Counter[str]]) -> It
         hook.remove()
 
 
-def count(case: Case, folder: Path, micro_batch_tokens: int, use_gradient_cache: bool) -> dict[str, Any]:
+def count(case: Case, folder: Path, model: Path, micro_batch_tokens: int, use_gradient_cache: bool) -> dict[str, Any]:
     """Return counts per step of a run on this process and its group."""
     reads, forwards, steps = Reads(), list[int](), list[Counter[str]]()
     name = f"{micro_batch_tokens}-{use_gradient_cache}"
     with counting(reads, forwards, steps):
         train(
             {
-                "model_name": str(demo_model()),
+                "model_name": str(model),
                 "data_path": str(folder / "data.jsonl"),
                 "output_dir": str(folder / name),
                 "global_batch_size": case.batch_size,
@@ -159,24 +159,37 @@ def loss_elements(num_rows: int, dim: int = 64) -> int:
     return largest.num_elements
 
 
+def run_counts(folder: Path, model: Path) -> list[dict[str, Any]]:
+    """Return the counts of three runs on this process and its group."""
+    return [count(SMALL, folder, model, tokens, cache) for tokens, cache in ((4096, False), (128, False), (128, True))]
+
+
 def worker(folder: Path) -> None:
     """Run one rank."""
-    runs = [count(SMALL, folder, tokens, cache) for tokens, cache in ((4096, False), (128, False), (128, True))]
+    runs = run_counts(folder, demo_model())
     if os.environ["RANK"] == "0":
-        _, _, (padding, padding_by_column) = useful_work(next(case for case in CASES if case.name == "natural-128"))
-        found = {
-            "padding_if_padded": padding,
-            "padding_by_column": padding_by_column,
-            "runs": runs,
-            "loss_elements": {rows: loss_elements(rows) for rows in (2048, 4096, 8192)},
-        }
-        print("\n" + MARK + json.dumps(found), flush=True)
+        print("\n" + MARK + json.dumps(runs), flush=True)
+
+
+def write_data(folder: Path) -> None:
+    """Write the data of the runs."""
+    write_rows(rows_of(SMALL, STEPS), SMALL.batch_size, folder / "data.jsonl")
+
+
+def more_counts() -> dict[str, Any]:
+    """Return the counts that need no run: padding of a benchmark's case, and the size of the loss's tensors."""
+    _, _, (padding, padding_by_column) = useful_work(next(case for case in CASES if case.name == "natural-128"))
+    return {
+        "padding_if_padded": padding,
+        "padding_by_column": padding_by_column,
+        "loss_elements": {str(rows): loss_elements(rows) for rows in (2048, 4096, 8192)},
+    }
 
 
 def counts() -> dict[str, Any]:
     """Return all counts, from two processes."""
     with tempfile.TemporaryDirectory() as name:
-        write_rows(rows_of(SMALL, STEPS), SMALL.batch_size, Path(name) / "data.jsonl")
+        write_data(Path(name))
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}",
             "-m", "benchmarks.counts", "--worker", name,
@@ -186,8 +199,7 @@ def counts() -> dict[str, Any]:
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
-    return found
+    return {"runs": json.loads(lines[-1].removeprefix(MARK)), **more_counts()}
 
 
 def main() -> None:

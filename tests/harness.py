@@ -30,6 +30,8 @@ PRELOADED = [
     "vembed.distributed.session",
     "vembed.models.embedding_model",
     "vembed.training.run",
+    "vembed.report.report",
+    "matplotlib.backends.backend_svg",
 ]
 
 GRACE = 1.0

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from vembed.cli import app
+from tests.harness import run_ranks
+from vembed.cli import app, run_process
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,18 @@ def vembed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         return Ended(end.value.code if isinstance(end.value.code, int) else 0, out, err)
 
     return run
+
+
+def on_ranks(*words: str) -> list[Ended]:
+    """Run a verb on two ranks in the current folder, as the processes that a launcher has started."""
+    return run_ranks(_on_rank, 2, words, process_group=False, timeout=100)
+
+
+def _on_rank(words: Sequence[str]) -> Ended:
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = run_process(words[0], words[1:])
+    return Ended(code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cli.conftest import Command
-from tests.cli.test_runs import command, losses
+from tests.cli.conftest import Command, on_ranks
+from tests.cli.test_runs import losses
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed.config.entries import DataSource
 from vembed.config.output_folder import expand_output_dir
+from vembed.training.run import train
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +29,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"model_name: {shared(tiny_bert_st)}\ndata_path: {folder}/train.jsonl\nbatch_size: 8\nmax_steps: 7\nlr: 1e-3\n"
         "logging_steps: 1\nreport_to: none\nsave_steps: 2\noutput_dir: run\n"
     )
-    done = command("train", f"{folder}/cfg.yaml", f"output_dir={folder}/run")
-    assert done.returncode == 0, done.stderr
+    train(folder / "cfg.yaml", [f"output_dir={folder}/run"])
     return folder
 
 
@@ -112,13 +112,13 @@ def test_a_resumed_run_keeps_its_global_batch_on_more_processes(vembed: Command,
     whole = losses("run")
     shutil.rmtree("run/final")
     shutil.rmtree("run/checkpoint-6")
-    done = command("train", run, "--resume", "--nproc", "2")
-    assert done.returncode == 0, done.stderr
-    assert "global batch: 8 examples, as in the checkpoint (batch_size: 8 x 2 process(es) would be 16)" in done.stdout
+    done, _ = on_ranks("train", run, "--resume")
+    assert done.code == 0, done.err
+    assert "global batch: 8 examples, as in the checkpoint (batch_size: 8 x 2 process(es) would be 16)" in done.out
     assert losses("run") == pytest.approx(whole, rel=1e-4)
-    done = command("train", run, "--resume", "batch_size=6", "max_steps=9", "--nproc", "2")
-    assert done.returncode == 2
-    assert done.stderr.count("give global_batch_size=8") == 1, done.stderr
+    refused = on_ranks("train", run, "--resume", "batch_size=6", "max_steps=9")
+    assert [one.code for one in refused] == [2, 2]
+    assert "give global_batch_size=8" in refused[0].err
 
 
 def test_verbs_take_a_run_and_a_checkpoint(vembed: Command, run: str) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from tests.distributed.steps import check_against_one_process, config_of, listen, sharded_step, whole_step
 from tests.harness import free_port, rank_outcomes, run_ranks
-from tests.tiny import shared, tiny_bert
+from tests.tiny import shared, tiny_bert, tiny_dinov2
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import Decision
 from vembed.distributed import collectives, meeting, session
@@ -30,6 +30,7 @@ from vembed.distributed.estimate import GIB, ModelSize, measure, optimizer_bytes
 from vembed.distributed.network import interface_to
 from vembed.distributed.placement import Placement, choose_precision, place
 from vembed.errors import UserError
+from vembed.families import model_files
 
 CPU = torch.device("cpu")
 GROUP = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -184,6 +185,20 @@ def test_the_estimate_of_an_adapter_saved_alone_counts_the_weights_below_it(tmp_
     (tmp_path / "adapter_model.safetensors").touch()
     alone, whole = (measure(config_of(one, use_lora=True, lora_r=4)) for one in (tmp_path, folder))
     assert alone == whole
+
+
+def test_the_revision_of_the_text_model_is_not_asked_of_the_image_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, str | None] = {}
+    folders = {"org/text": shared(tiny_bert), "org/image": shared(tiny_dinov2)}
+
+    def download(name: str, *, revision: str | None = None, **_: Any) -> str:
+        asked[name] = revision
+        return str(folders[name])
+
+    monkeypatch.setattr(model_files, "snapshot_download", download)
+    options = {"image_model_name": "org/image", "composed_dim": 8, "model_revision": "v2"}
+    assert measure(config_of("org/text", **options)).total > 0
+    assert asked == {"org/text": "v2", "org/image": None}
 
 
 # ---- start and end ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from PIL import Image
 import vembed
 from tests.training.test_run import settings
 from vembed.report.page import queries_html
-from vembed.report.query_changes import NO_DIFFERENCE, Changed, compare_queries, paired_interval, path_of, read_queries
+from vembed.report.query_changes import NO_DIFFERENCE, Changed, compare_queries, paired_intervals, path_of, read_queries
 from vembed.report.record import read_run
 from vembed.report.report import changed_table, curves
 
@@ -81,14 +81,15 @@ def test_a_run_without_validation_data_says_how_to_get_a_score(tmp_path: Path) -
 def test_intervals_cover_chance_and_find_differences() -> None:
     draw = np.random.default_rng(1)
     noise = draw.normal(0, 1, 400)
-    chance = paired_interval(noise - noise.mean() + 0.01)
+    chance = paired_intervals((noise - noise.mean() + 0.01)[:, None])[0]
     assert not chance.is_clear and NO_DIFFERENCE in str(chance)
-    clear = paired_interval(noise - noise.mean() + 0.5)
+    clear = paired_intervals((noise - noise.mean() + 0.5)[:, None])[0]
     assert clear.is_clear and clear.difference == pytest.approx(0.5)
     half = 1.96 * noise.std(ddof=1) / 20
     assert clear.low == pytest.approx(0.5 - half, abs=0.2 * half)
     many = np.tile(noise, 30)
-    assert paired_interval(many).high - paired_interval(many).low == pytest.approx(2 * half / 30**0.5, rel=0.05)
+    (interval,) = paired_intervals(many[:, None])
+    assert interval.high - interval.low == pytest.approx(2 * half / 30**0.5, rel=0.05)
 
 
 def test_images_are_shown_as_thumbnails(tmp_path: Path) -> None:

@@ -11,9 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
+import vembed
 from tests import tiny
 from tests.files.saving import load_in_sentence_transformers, ours
 from tests.files.test_text_models import TEXTS, assert_same
+from tests.harness import run_ranks
+from tests.training.test_run import metrics, settings
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
@@ -112,3 +115,20 @@ def test_a_composed_model_with_adapters_is_saved_whole(tmp_path: Path) -> None:
     trained = encode_items(model, Featuriser(model.description), items, "query")
     folder = save(model, tmp_path / "final", merge=True)
     np.testing.assert_allclose(ours(folder, TEXTS, "query"), trained, atol=1e-4)
+
+
+def test_two_processes_start_from_an_adapter_that_was_saved_alone(tmp_path: Path) -> None:
+    options = settings(tmp_path, max_steps=2, use_lora=True, lora_dropout=0.0, val_data_path=None)
+    folder = vembed.train({**options, "save_merged": False}).model_dir
+    assert not (folder / "model.safetensors").exists()
+    options |= {"model_name": str(folder), "output_dir": str(tmp_path / "one")}
+    vembed.train(options)
+    two = {**options, "global_batch_size": options.pop("batch_size"), "use_fsdp": True}
+    del two["batch_size"]
+    run_ranks(trained_there, 2, {**two, "output_dir": str(tmp_path / "two")}, process_group=False)
+    assert metrics(tmp_path / "two") == pytest.approx(metrics(tmp_path / "one"), rel=1e-5)
+
+
+def trained_there(options: dict[str, Any]) -> None:
+    """On a rank."""
+    vembed.train(options)

@@ -48,21 +48,29 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def train_all(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs one after the other, on every rank."""
+    return [train(options) for options in runs]
+
+
+CASES: list[dict[str, Any]] = [{"use_gradient_cache": True}, {"use_gradient_cache": False}, {"use_lora": True}]
+
+
 @pytest.mark.promise("E01")
-@pytest.mark.parametrize("more", [{"use_gradient_cache": True}, {"use_gradient_cache": False}, {"use_lora": True}])
-def test_gathered_once_per_step(more: dict[str, Any], tmp_path: Path) -> None:
-    runs = {}
-    for once in (True, False):
-        folder = tmp_path / str(once)
-        folder.mkdir()
-        options = settings(
-            folder, use_fsdp=True, batch_size=8, max_steps=STEPS, micro_batch_tokens=60, val_data_path=None,
-            lora_dropout=0.0, eval_before=False, **more, **({} if once else {"fsdp_reshard_after_forward": True}),
-        )  # fmt: skip
-        runs[once], _ = run_ranks(train, 2, options, process_group=False)
-    assert runs[True]["gathers"] < runs[False]["gathers"] / 3
-    if "use_gradient_cache" in more:  # otherwise the search for the budget gathers once more
-        assert runs[True]["gathers"] == runs[True]["units"], "also with two forward passes of the last micro-batch"
-    assert not runs[True]["left"] and not runs[False]["left"]
-    for key in ("losses", "norms"):
-        assert runs[True][key] == pytest.approx(runs[False][key], rel=1e-6)
+def test_gathered_once_per_step(tmp_path: Path) -> None:
+    runs = []
+    for number, more in enumerate(CASES):
+        for once in ({}, {"fsdp_reshard_after_forward": True}):
+            folder = tmp_path / f"{number}{len(once)}"
+            folder.mkdir()
+            common = {"use_fsdp": True, "batch_size": 8, "max_steps": STEPS, "micro_batch_tokens": 60}
+            common |= {"val_data_path": None, "lora_dropout": 0.0, "eval_before": False}
+            runs.append(settings(folder, **common, **more, **once))
+    found, _ = run_ranks(train_all, 2, runs, process_group=False, timeout=110)
+    for more, once, often in zip(CASES, found[::2], found[1::2], strict=True):
+        assert once["gathers"] < often["gathers"] / 3, more
+        if "use_gradient_cache" in more:  # otherwise the search for the budget gathers once more
+            assert once["gathers"] == once["units"], "also with two forward passes of the last micro-batch"
+        assert not once["left"] and not often["left"], more
+        for key in ("losses", "norms"):
+            assert once[key] == pytest.approx(often[key], rel=1e-6), more

@@ -87,8 +87,10 @@ def compare_queries(folder: Path, first: int, last: int, metric: str) -> Compari
         return None
     old, new = np.asarray(before["values"]), np.asarray(after["values"])
     names = [name for name in after["metrics"] if name in before["metrics"]]
+    if not names:
+        return Comparison({}, [], [])
     differences = {name: new[:, after["metrics"].index(name)] - old[:, before["metrics"].index(name)] for name in names}
-    intervals = {name: paired_interval(values) for name, values in differences.items()}
+    intervals = dict(zip(names, paired_intervals(np.stack(list(differences.values()), axis=1)), strict=True))
     if metric not in differences:
         return Comparison(intervals, [], [])
     change = differences[metric]
@@ -109,15 +111,14 @@ def compare_queries(folder: Path, first: int, last: int, metric: str) -> Compari
     return Comparison(intervals, better, worse, int((change > 0).sum()), int((change < 0).sum()), len(change))
 
 
-def paired_interval(differences_Q: np.ndarray) -> Interval:
-    """Return the mean of the differences and its 95 % interval, by the paired bootstrap over the queries."""
-    mean, count = float(differences_Q.mean()), len(differences_Q)
+def paired_intervals(differences_QM: np.ndarray) -> list[Interval]:
+    """Return the mean difference of each metric and its 95 % interval, by the paired bootstrap over the queries."""
+    count, means = len(differences_QM), differences_QM.mean(axis=0)
     if count > MOST_RESAMPLED:
-        half = 1.96 * float(differences_Q.std(ddof=1)) / count**0.5
-        return Interval(mean, mean - half, mean + half)
-    draw = np.random.default_rng(0)  # the report of a run is the same each time it is written
-    means = np.empty(NUM_RESAMPLES)
-    for number in range(NUM_RESAMPLES):
-        means[number] = differences_Q[draw.integers(0, count, count)].mean()
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Interval(mean, float(low), float(high))
+        half = 1.96 * differences_QM.std(axis=0, ddof=1) / count**0.5
+        lows, highs = means - half, means + half
+    else:
+        draw = np.random.default_rng(0)  # the report of a run is the same each time it is written
+        resampled = [differences_QM[draw.integers(0, count, count)].mean(axis=0) for _ in range(NUM_RESAMPLES)]
+        lows, highs = np.quantile(resampled, [0.025, 0.975], axis=0)
+    return [Interval(*map(float, one)) for one in zip(means, lows, highs, strict=True)]

@@ -38,8 +38,9 @@ def write_report(output_dir: str | Path) -> Path:
     """Write both reports; return the path of report.html. Only the main process calls it."""
     record = read_run(output_dir)
     path = record.folder / "report.html"
-    (record.folder / "report.md").write_text(markdown(record), encoding="utf-8", errors="backslashreplace")
-    path.write_text(html(record), encoding="utf-8", errors="backslashreplace")
+    found = comparison(record)
+    for target, text in ((record.folder / "report.md", markdown(record, found)), (path, html(record, found))):
+        target.write_text(text, encoding="utf-8", errors="backslashreplace")
     return path
 
 
@@ -197,11 +198,10 @@ def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float
     return [step for step, _ in kept], [value for _, value in kept]
 
 
-def html(record: RunRecord) -> str:
+def html(record: RunRecord, found: Comparison | None) -> str:
     """Return the whole page."""
     key, label = record.headline, metric_name(record.headline)
     before, after = record.before.get(key), record.after.get(key)
-    found = comparison(record)
     intervals = found.intervals if found else _NONE
     figures = [
         Figure(curve.title, curve.note, curve.write(curve.values[-1]), curve_svg(curve)) for curve in curves(record)
@@ -237,7 +237,7 @@ def html(record: RunRecord) -> str:
     )
 
 
-def markdown(record: RunRecord) -> str:
+def markdown(record: RunRecord, found: Comparison | None) -> str:
     """Return the same facts as plain Markdown, for a terminal, a pull request or a model card."""
     key = record.headline
     before, after = record.before.get(key), record.after.get(key)
@@ -250,7 +250,6 @@ def markdown(record: RunRecord) -> str:
     if not record.headline:
         parts.append("Nothing was evaluated: set `val_split: 0.1`, or give `val_data_path`.")
     if record.headline:
-        found = comparison(record)
         parts += ["## Before and after", *([verdict(record, found)] if found else [])]
         parts.append(_markdown_table(score_table(record, intervals=found.intervals if found else _NONE)))
         parts.append("\n".join(f"- {line}" for line in explanations(record, TABLE)))
