@@ -122,6 +122,17 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path) -> None:
     assert not [rank for rank in ranks if rank.is_running()], "no orphan, although rank 0 does not heed SIGTERM in time"
 
 
+def test_a_halted_rank_is_named_and_not_the_one_that_noticed(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    open('1', 'w').close()\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "while not os.path.exists('1'): time.sleep(0.01)\ntime.sleep(0.2)\nraise RuntimeError('Timed out waiting')"
+    )
+    code, _, err = run(tmp_path, script)
+    assert code == 1
+    assert "vembed: rank 1 is halted (SIGSTOP?), and rank 0 gave up waiting for it; ending the other 1" in err
+
+
 def test_a_users_mistake_on_a_rank_is_exit_code_2_without_the_tracebacks_it_causes(tmp_path: Path) -> None:
     script = (
         "import os, sys, time\n"

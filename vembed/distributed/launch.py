@@ -192,11 +192,25 @@ class _Ranks:
             if pump.number == number:
                 pump.join(timeout=JOIN_SECONDS)
                 pump.release()
-        if code < 0:
+        halted = self._halted()
+        if halted and code not in (2, -signal.SIGKILL):
+            self._fail(f"rank {halted[0]} is halted (SIGSTOP?), and rank {number} gave up waiting for it", code=1)
+        elif code < 0:
             why = " (perhaps because memory ran out)" if -code == signal.SIGKILL else ""
             self._fail(f"rank {number} was killed by signal {-code}, {signal.Signals(-code).name}{why}", code=1)
         else:
             self._fail(f"rank {number} ended with exit code {code}", code=2 if code == 2 else 1)
+
+    def _halted(self) -> list[int]:
+        """Return the ranks that are stopped as by SIGSTOP: those that others wait for in vain."""
+        import psutil
+
+        found = []
+        for number, process in zip(self.numbers, self.processes, strict=True):
+            with suppress(psutil.Error):
+                if process.poll() is None and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                    found.append(number)
+        return found
 
     def _fail(self, cause: str, code: int) -> None:
         self.cause, self.code = cause, code
