@@ -1,4 +1,4 @@
-"""Processes that do not find each other: one sentence within the limit, and lines meanwhile. The store is on loopback."""
+"""Processes that do not find each other: one sentence within the limit, and lines meanwhile. All on loopback."""
 
 from __future__ import annotations
 
