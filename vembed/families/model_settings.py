@@ -91,7 +91,7 @@ class TextSettings(Settings):
 
 
 class TokenizerSettings(Settings):
-    """What is read of tokenizer_config.json."""
+    """The keys of tokenizer_config.json that are read."""
 
     model_max_length: int | float | None = None
     padding_side: str | None = None

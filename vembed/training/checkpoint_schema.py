@@ -66,7 +66,7 @@ class LoopSchema(_Schema):
 
 
 class IdentitySchema(BaseModel):
-    """What must match besides options. More may be in it."""
+    """Facts that must match besides options; further keys are allowed."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
