@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vembed import cli_start, cli_weights
+from vembed import cli_search, cli_start, cli_weights
 from vembed.cli_support import (
     AnyModel,
     BatchTokens,
@@ -186,6 +186,7 @@ def encode(
     _end(call)
 
 
+app.command()(cli_search.tune)
 app.command()(cli_weights.score)
 app.command()(cli_weights.merge)
 app.command()(cli_weights.edit)

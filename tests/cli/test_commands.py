@@ -298,7 +298,7 @@ def test_init_gives_new_projections_a_rate_of_their_own(vembed: Command) -> None
     Path("train.jsonl").write_text('{"query": "a", "positive": {"image": "b.png"}}\n')
     assert vembed("init", "--family", "composed").code == 0
     config = load_config("vembed.yaml")
-    assert config.head_learning_rate == 1e-3 and config.learning_rate == 2e-5
+    assert config.learning_rate == "auto" and config.head_learning_rate is None, "1e-3 when the run begins"
 
 
 def test_export_says_where_the_model_is(vembed: Command) -> None:

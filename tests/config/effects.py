@@ -225,6 +225,7 @@ def scaling(one: Built) -> float:
 GROUPS: dict[str, Options] = {
     "base": {},
     "validated": {"val_data_path": "val.jsonl"},
+    "patient": {"val_data_path": "val.jsonl", "patience": 2},
     "held_out": {"val_split": 0.25},
     "many": {
         "model_name": lambda path: tiny.tiny_bert(path, layers=3), "max_length": 9, "pooling": "max",

@@ -136,6 +136,7 @@ BUILT: dict[str, Row] = {
     "kept_graph_tokens": ("many", lambda one: one.trainer.step.budget.kept_graph_tokens, 77),
     "cache_frozen_features": ("frozen", lambda one: bool(one.trainer.parts.source.towers.stores), True, "clip"),
     "epochs": ("other", lambda one: one.trainer.data.total_steps > 10, True),
+    "patience": ("patient", lambda one: one.trainer.rhythm.patience, 2),
     "max_steps": ("many", lambda one: one.trainer.data.total_steps, 7),
     "learning_rate": ("many", lambda one: one.trainer.schedule.peak, 0.5),
     "scale_learning_rate": ("scaled", lambda one: one.trainer.schedule.multiplier, 8 / 32),

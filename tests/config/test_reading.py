@@ -79,11 +79,11 @@ def test_unknown_key_of_toml_and_json_has_a_line_too(write_config: WriteConfig) 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("epochs: many", "epochs must be a number (above 0), but is 'many'"),
+        ("epochs: many", "epochs must be auto or a number (above 0), but is 'many'"),
         ("batch_size: -1", "batch_size must be a whole number (above 0), but is -1"),
         ("batch_size: 2.5", "batch_size must be a whole number (above 0), but is 2.5"),
         ("batch_size: true", "batch_size must be a whole number (above 0), but is True"),
-        ("learning_rate: .nan", "learning_rate must be a number (above 0), but is nan"),
+        ("learning_rate: .nan", "learning_rate must be auto or a number (above 0), but is nan"),
         ("pooling: meen", "but is 'meen'; did you mean 'mean'?"),
         ("fsdp_sharding_strategy: SHARD", "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD, but is 'SHARD'"),
         ("lora_dropout: 1.5", "lora_dropout must be a number (0 or above, at most 1), but is 1.5"),

@@ -42,7 +42,7 @@ def config(**values: Any) -> TrainConfig:
         ("gradient_checkpointing: true\nfsdp_activation_checkpointing: false", "gradient_checkpointing: true and f"),
         ("fsdp_mixed_precision: false\nfsdp_param_dtype: bf16", "fsdp_param_dtype: bfloat16 asks for another"),
         ("fsdp_mixed_precision: true\nmixed_precision: no", "fsdp_mixed_precision: true and mixed_precision: no"),
-        ("load_best_model_at_end: true\neval_steps: 5", "give val_data_path and save_steps too"),
+        ("load_best_model_at_end: true\nsave_steps: 5", "give val_data_path too"),
         (
             "load_best_model_at_end: true\neval_steps: 10\nsave_steps: 25\nval_data_path: v",
             "save_steps: 25 must be a multiple of eval_steps: 10",
@@ -120,7 +120,8 @@ def test_global_batch_that_cannot_be_divided() -> None:
         ({"wandb_project": "x"}, "wandb_project and wandb_tags have no effect with report_to: ['tensorboard']"),
         ({"strategy": "ddp", "fsdp_version": 1}, "fsdp_version: 1 (TrainConfig) has no effect with strategy: ddp"),
         ({"val_data_path": "d"}, "val_data_path is the training data"),
-        ({"use_lora": True}, "learning_rate: 2e-05 is the default for training all weights"),
+        ({"use_lora": True, "learning_rate": 2e-5}, "learning_rate: 2e-05 is a rate for training all weights"),
+        ({"patience": 3}, "patience: 3 has no effect without val_data_path"),
         ({"image_model_name": "i", "learning_rate": 1e-5}, "head_learning_rate is not set: the projections"),
     ],
 )
@@ -131,7 +132,7 @@ def test_what_has_no_effect_is_said(values: dict[str, Any], remark: str) -> None
 
 def test_defaults_cause_no_remark() -> None:
     assert rules.remarks(config()) == []
-    assert rules.remarks(config(use_lora=True, learning_rate=2e-5)) == []
+    assert rules.remarks(config(use_lora=True, learning_rate=2e-4)) == []
     assert rules.remarks(config(image_model_name="i", head_learning_rate=2e-5)) == []
 
 

@@ -58,6 +58,29 @@ def test_a_temperature_that_is_not_the_models_is_said(
     assert ("this model was trained with 0.01; set temperature=0.01 to keep that" in caplog.text) is is_said
 
 
+@pytest.mark.parametrize(
+    ("options", "start", "said"),
+    [
+        ({"learn_temperature": True}, 0.01, "learned, starting at 0.01, with which this model was trained"),
+        ({"learn_temperature": True, "temperature": 0.2}, 0.2, "learned, starting at 0.2 as given, not at 0.01"),
+        ({"loss": "sigmoid", "temperature": 0.2}, 0.2, "learned, starting at 0.2 as given, not at 0.01"),
+        (
+            {"losses": [{"loss": "infonce", "learn_temperature": True, "temperature": 0.2}]},
+            0.2,
+            "learned, starting at 0.2 as given, not at 0.01",
+        ),
+    ],
+)
+def test_a_given_temperature_is_where_a_learned_one_starts_and_that_is_said(
+    options: dict[str, Any], start: float, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="vembed")
+    loss = build_loss(TrainConfig(model_name="", data_path="", **options), start_scale=100.0, start_bias=-10.0)
+    scale_and_bias = loss.scale_and_bias()
+    assert scale_and_bias is not None and 1 / scale_and_bias[0] == pytest.approx(start)
+    assert f"temperature: {said}" in caplog.text
+
+
 def test_temperature_starts_from_the_model_and_stays_in_its_range() -> None:
     loss = build_loss(config_of(learn_temperature=True), start_scale=100.0)
     assert loss.scale_and_bias() == (pytest.approx(100.0), 0.0)

@@ -139,7 +139,7 @@ def test_a_guard_that_falls_at_once_leaves_nothing_to_save(config, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"guards": ["g.jsonl"]}, "give eval_steps and save_steps too"),
+        ({"guards": ["g.jsonl"], "eval_steps": None, "save_steps": None}, "give eval_steps and save_steps too"),
         ({"guards": ["g.jsonl"], "eval_steps": 2, "save_steps": 3}, "must be a multiple of eval_steps"),
         ({"guards": [{"path": "g", "drop": 1}], "eval_steps": 1, "save_steps": 1}, "unknown key 'drop'"),
         ({"ema": 1.0}, "ema"),

@@ -115,7 +115,7 @@ def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
     with starting(tmp_path, resume=True, resume_anyway=True, seed=7, epochs=9) as run:
         assert run.resume().state["step"] == 1
     assert "resume_anyway: going on although the settings differ: seed 42 -> 7" in caplog.text
-    assert "settings changed since the checkpoint: epochs 1.0 -> 9.0" in caplog.text
+    assert "settings changed since the checkpoint: epochs auto -> 9.0" in caplog.text
 
 
 @pytest.mark.parametrize(("option", "value"), [("eval_metric", "mrr@10"), ("val_data_path", "other.jsonl")])

@@ -207,8 +207,8 @@ PREFIXES = {"fsdp": "fsdp_", "fsdp_config": "fsdp_", "lora": "lora_", "mrl": "mr
 
 REFUSED = {
     "deepspeed": "DeepSpeed is not supported: use_fsdp: true shards the model",
-    "save_strategy": "checkpoints are written every save_steps steps; leave it out for none before the end",
-    "eval_strategy": "evaluation runs every eval_steps steps; leave it out for none during training",
+    "save_strategy": "checkpoints are written every save_steps steps; save_steps: null for none before the end",
+    "eval_strategy": "evaluation runs every eval_steps steps; eval_steps: null for none during training",
     "stage": "it chooses one of the blocks under training_stages, and this config has none",
 }
 """Known keys for features that vembed does not have, with the message."""

@@ -220,7 +220,7 @@ def _guards_have_checkpoints(config: TrainConfig) -> Violation | None:
 
 
 def _best_model_is_known(config: TrainConfig) -> Violation | None:
-    if not config.load_best_model_at_end:
+    if config.load_best_model_at_end is not True:
         return None
     given = dict(config) | {"val_data_path": config.val_data_path or config.val_split}
     missing = [name for name in ("val_data_path", "eval_steps", "save_steps") if given[name] is None]
@@ -234,7 +234,8 @@ def _best_model_is_known(config: TrainConfig) -> Violation | None:
 
 
 def _checkpoints_are_evaluated(config: TrainConfig, needs: str) -> Violation | None:
-    assert config.eval_steps is not None and config.save_steps is not None
+    if not isinstance(config.eval_steps, int) or not isinstance(config.save_steps, int):
+        return None
     if config.save_steps % config.eval_steps == 0:
         return None
     return Violation(
@@ -322,6 +323,10 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
 """Map from an option to the options that have no effect without it."""
 
 
+LEAST_OF_ADAPTERS = 1e-4
+"""Learning rate below which adapters hardly learn in a usual run."""
+
+
 def remarks(config: TrainConfig) -> list[str]:
     """Return one sentence per option that has no effect or may be misunderstood."""
     values, defaults = dict(config), TrainConfig(model_name="-", data_path="-")
@@ -338,9 +343,13 @@ def remarks(config: TrainConfig) -> list[str]:
                   if name in set_apart]  # fmt: skip
     if config.base_batch_size != defaults.base_batch_size and config.scale_learning_rate == "none":
         found.append(f"base_batch_size: {config.base_batch_size:,d} has no effect with scale_learning_rate: none")
-    if config.eval_steps is not None and config.val_data_path is None and config.val_split is None:
-        found.append(f"eval_steps: {config.eval_steps:,d} has no effect without val_data_path or val_split")
-    if config.max_steps is not None and "epochs" in config.model_fields_set:
+    if config.val_data_path is None and config.val_split is None:
+        found += [
+            f"{name}: {values[name]:,d} has no effect without val_data_path or val_split"
+            for name in ("eval_steps", "patience")
+            if isinstance(values[name], int)
+        ]
+    if config.max_steps is not None and config.epochs != "auto" and "epochs" in config.model_fields_set:
         found.append(
             f"max_steps: {config.max_steps:,d} decides the length of the run, epochs: {config.epochs:g} does not"
         )
@@ -354,14 +363,15 @@ def remarks(config: TrainConfig) -> list[str]:
         found.append(f"wandb_project and wandb_tags have no effect with report_to: {config.report_to or 'none'}")
     if config.val_data_path is not None and config.val_data_path == config.data_path:
         found.append("val_data_path is the training data: its scores will not say how the model does on new data")
-    if (config.use_lora or config.use_qlora) and "learning_rate" not in config.model_fields_set:
+    given = config.learning_rate
+    if (config.use_lora or config.use_qlora) and given != "auto" and given < LEAST_OF_ADAPTERS:
         found.append(
-            f"learning_rate: {config.learning_rate:g} is the default for training all weights, and adapters learn "
-            "little with it: 1e-4 to 2e-4 is usual for them"
+            f"learning_rate: {given:g} is a rate for training all weights, and adapters learn little with it: leave it "
+            "out (auto), or give about ten times that"
         )
-    if config.image_model_name is not None and config.head_learning_rate is None:
+    if config.image_model_name is not None and config.head_learning_rate is None and given != "auto":
         found.append(
             "head_learning_rate is not set: the projections of two towers that never met are new, and learn little at "
-            f"learning_rate: {config.learning_rate:g}; 1e-3 is usual for them"
+            f"learning_rate: {given:g}; 1e-3 is usual for them"
         )
     return found

@@ -54,7 +54,9 @@ class ModelOptions(Frozen, title="model"):
     `pure_dtype: true`. `auto`: float32 for trained weights, the file's own dtype for frozen ones. Frozen parts of a
     tower that is otherwise trained stay float32, since a tower computes in one dtype."""
     pure_dtype: bool = False
-    """Keep trainable weights in `torch_dtype` too (no float32 master weights): half the memory, worse convergence."""
+    """Keep trainable weights in `torch_dtype` too (no float32 master weights): half the memory for weights, gradients
+    and optimizer. Needs torch_dtype: bfloat16 and optim: adamw, whose updates are then rounded stochastically, since
+    most of them would vanish in rounding to the nearest value."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Dtype of computation. `auto`: bf16 on GPUs that support it, and on CPUs with AMX or AVX512-BF16 for models with a
     hidden size of at least 256 that are not sharded; otherwise no. Trained weights, gradients, norms, pooling and loss
@@ -254,12 +256,15 @@ class StepOptions(Frozen, title="batch and step"):
 class OptimizerOptions(Frozen, title="optimisation"):
     """Options of the optimizer and its schedule."""
 
-    epochs: PositiveFloat = 1.0
-    """Passes over the data; may be a fraction. `max_steps` takes precedence."""
+    epochs: Literal["auto"] | PositiveFloat = "auto"
+    """Passes over the data; may be a fraction. `max_steps` takes precedence. `auto`: one over many examples, up to six
+    over few; the log gives the number."""
     max_steps: PositiveInt | None = None
     """Optimizer steps. Default: from `epochs`."""
-    learning_rate: PositiveFloat = 2e-5
-    """Peak learning rate. It does not depend on the number of processes."""
+    learning_rate: Literal["auto"] | PositiveFloat = "auto"
+    """Peak learning rate. It does not depend on the number of processes. `auto`: by what is trained (all weights of an
+    encoder or a decoder and their width, adapters by rank and alpha, a head alone, initial weights, CLIP); the log
+    gives the reason."""
     scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate by global batch / `base_batch_size` (or its square root); the log shows the result."""
     base_batch_size: PositiveInt = 32
@@ -275,7 +280,8 @@ class OptimizerOptions(Frozen, title="optimisation"):
     adam_epsilon: PositiveFloat = 1e-8
     """Term added to the denominator for numerical stability."""
     head_learning_rate: PositiveFloat | None = None
-    """Learning rate of heads, projections and learned scales. Default: `learning_rate`."""
+    """Learning rate of heads, projections and learned scales. Default: `learning_rate`; 1e-3 for the new projections of
+    a composed model with `learning_rate: auto`."""
     layer_lr_decay: Annotated[float, Field(gt=0.0, le=1.0), Number] = 1.0
     """Factor on the learning rate per layer below the last one. 1: the same rate for all layers."""
     warmup_ratio: Fraction = 0.1
@@ -381,8 +387,12 @@ class OutputOptions(Frozen, title="evaluation, logging, saving"):
     (the start), as in runs/{model}-{time}."""
     overwrite: bool = False
     """Replace the earlier run in `output_dir`; without it, a folder with checkpoints or a finished run is refused."""
-    eval_steps: PositiveInt | None = None
-    """Steps between evaluations. Default: only before and after training."""
+    eval_steps: Literal["auto"] | PositiveInt | None = "auto"
+    """Steps between evaluations. `auto`, with validation data: ten or more in a run, fewer where they would take over a
+    tenth of it, none in a very short run. null: only before and after training."""
+    patience: Literal["auto"] | PositiveInt | None = "auto"
+    """End the run after so many evaluations in a row, past the warm-up, without a better score. `auto`: 4 where
+    `epochs` and `max_steps` are left out too. null: never."""
     eval_before: bool = True
     """Evaluate before the first step, for the comparison in the report."""
     eval_metric: str = "auto"
@@ -394,20 +404,22 @@ class OutputOptions(Frozen, title="evaluation, logging, saving"):
     """Cut-offs of nDCG, MRR, Recall and MAP."""
     eval_batch_tokens: Literal["auto"] | PositiveInt = "auto"
     """Padded tokens per micro-batch in evaluation."""
-    save_steps: PositiveInt | None = None
-    """Steps between checkpoints. Default: none before the end."""
+    save_steps: Literal["auto"] | PositiveInt | None = "auto"
+    """Steps between checkpoints. `auto`: at each evaluation; without validation data about ten in a run of 200 steps or
+    more; none in a very short run, or where one takes over 20 GB. null: none before the end."""
     save_total_limit: PositiveInt | None = 3
     """Number of checkpoints to keep; the best and the newest are never deleted."""
-    load_best_model_at_end: bool = False
-    """`final/` holds the best evaluated checkpoint instead of the last weights; needs eval_steps and save_steps."""
+    load_best_model_at_end: Literal["auto"] | bool = "auto"
+    """`final/` holds the best evaluated checkpoint instead of the last weights; needs eval_steps and save_steps.
+    `auto`: with validation data, where every checkpoint is evaluated."""
     async_save: bool = False
     """Write checkpoints in the background while training continues."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """A checkpoint that cannot be written (disk full): end with exit code 1, or continue and keep the last good one."""
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights in `final/`. `auto`: that of the original model's files, although training uses float32."""
-    logging_steps: PositiveInt = 10
-    """Steps between log lines and lines of metrics.jsonl."""
+    logging_steps: Literal["auto"] | PositiveInt = "auto"
+    """Steps between log lines and lines of metrics.jsonl. `auto`: about 100 lines in a run, at most 50 steps apart."""
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default=["tensorboard"])
     """Trackers; `none` for no tracker."""
     run_name: str | None = None

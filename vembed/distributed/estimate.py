@@ -146,7 +146,8 @@ def tokens_that_fit(limit: float, demand: Demand, longest: int) -> tuple[int, in
 
 def optimizer_bytes(config: TrainConfig, size: ModelSize) -> float:
     """Return the bytes of the optimizer's state for the whole model."""
-    return size.trained * OPTIMIZER_BYTES[config.optim]
+    is_half = config.pure_dtype and config.torch_dtype == "bfloat16"  # the moments have the dtype of the weights
+    return size.trained * OPTIMIZER_BYTES[config.optim] * (0.5 if is_half else 1.0)
 
 
 def tokens_of_a_batch(config: TrainConfig, rows: int, max_length: int) -> int:

@@ -34,6 +34,11 @@ class RetrievalData:
     notes: tuple[str, ...] = field(default=())
     """Notes for the log on records left out or joined while reading."""
 
+    @property
+    def num_inputs(self) -> int:
+        """Number of inputs that an evaluation encodes."""
+        return len(self.queries) + len(self.documents)
+
     def summary(self) -> str:
         """Return one line for logs and the report."""
         num_relevant = sum(map(len, self.relevance))
@@ -51,6 +56,11 @@ class ScoredPairs:
     first: tuple[Item, ...]
     second: tuple[Item, ...]
     scores: tuple[float, ...]
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of inputs that an evaluation encodes."""
+        return len(self.first) + len(self.second)
 
     def summary(self) -> str:
         """Return one line for logs and the report."""

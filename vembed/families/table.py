@@ -36,9 +36,7 @@ class Starter:
     """Model for texts that are not English."""
     max_length: int | None = 512
     batch_size: int = 64
-    learning_rate: float = 2e-5
     use_lora: bool = False
-    head_learning_rate: float | None = None
     image_model_name: str | None = None
     temperature: float = 0.05
     """The learned one of the model that is named, where it has learned one."""
@@ -141,9 +139,7 @@ _RECORDS = (
         towers={"text": ""},
         pooling_reason="a decoder with bidirectional attention (the model defines no pooling)",
         is_causal=True,
-        starter=Starter(
-            model_name="Qwen/Qwen3-Embedding-0.6B", about="LLM-based text model", learning_rate=1e-4, use_lora=True
-        ),
+        starter=Starter(model_name="Qwen/Qwen3-Embedding-0.6B", about="LLM-based text model", use_lora=True),
     ),
     Family(
         name="clip",
@@ -163,7 +159,6 @@ _RECORDS = (
             about="text and images, two towers",
             max_length=77,
             batch_size=128,
-            learning_rate=1e-5,
             temperature=0.01,
         ),
     ),
@@ -184,7 +179,6 @@ _RECORDS = (
             about="text and images, two towers",
             max_length=64,
             batch_size=128,
-            learning_rate=1e-5,
             temperature=0.01,
         ),
     ),
@@ -197,7 +191,6 @@ _RECORDS = (
             model_name="facebook/dinov2-base",
             about="images only",
             max_length=None,
-            learning_rate=1e-5,
             retrieval_mode="i2i",
         ),
     ),
@@ -216,7 +209,6 @@ _RECORDS = (
             about="text and images in one LLM-based model",
             max_length=1024,
             batch_size=32,
-            learning_rate=1e-4,
             use_lora=True,
         ),
     ),
@@ -234,7 +226,6 @@ _RECORDS = (
             about="a text tower and an image tower",
             max_length=128,
             batch_size=128,
-            head_learning_rate=1e-3,
             image_model_name="facebook/dinov2-base",
         ),
     ),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import followed_teacher, has_tasks, loss_terms, source_configs
+from vembed.config.terms import READS, followed_teacher, has_tasks, loss_terms, source_configs
 from vembed.losses.batch import EmbeddingLoss, NoLoss
 from vembed.losses.by_source import LossBySource
 from vembed.losses.distillation import BatchDivergence, Relational, SpreadOut
@@ -49,8 +49,6 @@ def build_loss(
             config.temperature, 1 / start_scale, 1 / start_scale,
         )  # fmt: skip
     sizes = _Sizes(dims, embedding_dim, teacher_dims or {})
-    if "temperature" in config.model_fields_set:
-        start_scale = None  # the user's own temperature is where a learned one starts
     if has_tasks(config):
         return LossBySource([_sum(one, sizes, start_scale, start_bias) for one in source_configs(config)])
     return _sum(config, sizes, start_scale, start_bias)
@@ -75,9 +73,27 @@ class _Sizes:
     teachers: Mapping[str, int]
 
 
+def _start(config: TrainConfig, own: float | None) -> float | None:
+    """Return the model's own scale where a learned one starts from it; None where it starts at `temperature`. Log which
+    of the two it is."""
+    is_learned = config.loss == "sigmoid" or (config.learn_temperature and "learn_temperature" in READS[config.loss])
+    if not is_learned:
+        return own
+    if "temperature" in config.model_fields_set:
+        instead = "" if own is None else f", not at {1 / own:.3g}, with which this model was trained"
+        log.info("temperature: learned, starting at %g as given%s", config.temperature, instead)
+        return None
+    if own is None:
+        log.info("temperature: learned, starting at %g (default)", config.temperature)
+    else:
+        log.info("temperature: learned, starting at %.3g, with which this model was trained", 1 / own)
+    return own
+
+
 def _build(config: TrainConfig, sizes: _Sizes, start_scale: float | None, start_bias: float | None) -> EmbeddingLoss:
     """One term."""
     dims = sizes.dims
+    start_scale = _start(config, start_scale)
     match config.loss:
         case "infonce":
             return InfoNCE(config, dims, start_scale)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vembed.config.rhythm import epochs_for
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 
@@ -112,7 +113,7 @@ def fitting_batch(num_records: int, usual: int) -> int:
 
 def fitting_epochs(num_records: int) -> int:
     """Return the passes over the data: more where there are few records."""
-    return 4 if 0 < num_records < 2_000 else 2 if 0 < num_records < 20_000 else 1
+    return round(epochs_for(num_records)) if num_records else 1
 
 
 def held_out_share(num_records: int) -> float | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.entries import DataSource
+from vembed.config.rhythm import passes
 from vembed.config.schema import TrainConfig
 from vembed.data.columns import Columns
 from vembed.distributed.estimate import ModelSize
@@ -70,7 +71,8 @@ def num_steps(config: TrainConfig, num_examples: int, per_step: int) -> int:
         return config.max_steps
     batch = per_step // config.gradient_accumulation_steps
     train = num_examples * (1.0 - (config.val_split or 0.0))
-    return max(math.ceil(config.epochs * (train // batch) / config.gradient_accumulation_steps), 1)
+    epochs = passes(config, int(train)).value
+    return max(math.ceil(epochs * (train // batch) / config.gradient_accumulation_steps), 1)
 
 
 def operations_per_token(placement: Placement, size: ModelSize, data: DataSize) -> float:

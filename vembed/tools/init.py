@@ -171,10 +171,8 @@ def _training_lines(kind: Starter, looked: Looked, val_data: str | None, facts: 
     lines += [
         _line("batch_size", batch, "examples per process; memory is bounded by micro-batches, so larger is fine"),
         _line("epochs", epochs, many),
-        _line("learning_rate", kind.learning_rate, "used as it stands, on any number of processes"),
+        _line("learning_rate", "auto", "by what is trained; the log says which and why"),
     ]
-    if kind.head_learning_rate:
-        lines.append(_line("head_learning_rate", kind.head_learning_rate, "of the two projections, which are new"))
     if kind.use_lora:
         lines.append(_line("use_lora", True, "train small adapters instead of all weights"))
     lines += [

@@ -49,6 +49,7 @@ from vembed.training.resume import (
     Difference,
     candidates,
     compare_resume,
+    keep_decisions,
     keep_global_batch,
     nothing_left,
     refuse,
@@ -138,10 +139,13 @@ class Checkpointer:
             log.info("resuming from %s (step %d)", chosen, self._saved_step)
         return chosen
 
-    def with_global_batch(self, directory: Path | None) -> TrainConfig:
-        """Return the config, with the global batch of the checkpoint where only the number of processes changed it."""
+    def continued(self, directory: Path | None) -> TrainConfig:
+        """Return the config with what the checkpoint has decided: the global batch, where only the number of processes
+        changed it, and options that are left to `auto`."""
         if directory is not None:
-            self.config = keep_global_batch(self.config, read_state(directory), self.session.world_size)
+            saved = read_state(directory)
+            self.config = keep_global_batch(self.config, saved, self.session.world_size)
+            self.config = keep_decisions(self.config, saved["config"])
         return self.config
 
     def require_steps_left(self, directory: Path | None, total_steps: int) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from vembed.config.rhythm import Rhythm
 from vembed.config.schema import TrainConfig
 from vembed.training.averaging import WeightAverage
 from vembed.training.guards import Guards
 from vembed.training.hooks import Hook
+from vembed.training.patience import Patience
+from vembed.training.schedule import Schedule
 
 
-def configured_hooks(config: TrainConfig) -> list[Hook]:
-    """Return the hooks of the options `ema` and `guards`."""
+def configured_hooks(config: TrainConfig, rhythm: Rhythm, schedule: Schedule) -> list[Hook]:
+    """Return the hooks of the options `ema`, `guards` and `patience`."""
     hooks: list[Hook] = []
     if config.ema is not None:
         hooks.append(WeightAverage(config.ema))
     if config.guards:
         hooks.append(Guards(config))
+    if rhythm.patience is not None:
+        hooks.append(Patience(rhythm.patience, schedule.warmup_steps))
     return hooks

@@ -58,12 +58,12 @@ class Guards(Hook):
             if -change > guard.max_drop:
                 fallen.append(f"{key} fell from {self._before[key]:.4f} to {found[key]:.4f}, by more than "
                               f"{guard.max_drop:g}")  # fmt: skip
-        state, config = self._run.state, self._run.config
+        state, rhythm = self._run.state, self._run.rhythm
         if fallen:
             state.fell = f"guard after step {evaluation.step:,d}: {'; '.join(fallen)}"
             return state.fell
-        has_checkpoint = config.save_steps is not None and evaluation.step % config.save_steps == 0
-        takes_best = config.load_best_model_at_end and state.best_step is not None
+        has_checkpoint = rhythm.save_steps is not None and evaluation.step % rhythm.save_steps == 0
+        takes_best = rhythm.keeps_best and state.best_step is not None
         if evaluation.step > 0 and has_checkpoint:
             state.held_step, state.held_scores = evaluation.step, evaluation.scores
         if takes_best and state.held_step is not None:

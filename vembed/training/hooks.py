@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from vembed.config.rhythm import Rhythm
 from vembed.config.schema import TrainConfig
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed.session import Session
@@ -50,6 +51,8 @@ class Run(Protocol):
     data: RunData
     parts: RunModel
     state: LoopState
+    rhythm: Rhythm
+    """How often the run is evaluated, saved and logged."""
     step: ContrastiveStep
     """Built after `on_build`."""
     hooks: Hooks

@@ -15,11 +15,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
+from vembed.config.rate import rate_of
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.families.backbones import layers_of
 from vembed.models.names import plain_name
 from vembed.models.quantized import quieten_bitsandbytes
+from vembed.training.rounding import RoundedAdamW
 
 log = logging.getLogger("vembed")
 
@@ -83,17 +85,18 @@ def trained_parameters(model: nn.Module, loss: nn.Module, config: TrainConfig) -
         for name, parameter in module.named_parameters(prefix=prefix.rstrip("."))
     ]
     depths = _depths([name for name, _ in named], model) if config.layer_lr_decay != 1.0 else {}
-    head_rate = config.learning_rate if config.head_learning_rate is None else config.head_learning_rate
+    peak = rate_of(config)
+    head_rate = peak if config.head_learning_rate is None else config.head_learning_rate
     trained = []
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
         # The shape before sharding: a flat FSDP1 piece of a matrix has one dimension, but must still decay.
         shape = shapes.get(id(parameter), parameter.shape)
-        if _HEAD.search(name):
+        if is_head(name):
             rate = head_rate
         else:
-            rate = config.learning_rate * config.layer_lr_decay ** depths.get(name, 0)
+            rate = peak * config.layer_lr_decay ** depths.get(name, 0)
         trained.append(
             TrainedParameter(name, parameter, shape, rate, decays=len(shape) > 1 and not name.endswith("bias"))
         )
@@ -104,6 +107,11 @@ def trained_parameters(model: nn.Module, loss: nn.Module, config: TrainConfig) -
         )
     _check_flattened(trained, config)
     return trained
+
+
+def is_head(name: str) -> bool:
+    """Return True for a parameter of heads, projections and learned scales."""
+    return _HEAD.search(name) is not None
 
 
 def _depths(names: Sequence[str], model: nn.Module) -> dict[str, int]:
@@ -194,7 +202,7 @@ def _create(config: TrainConfig, groups: list[dict[str, Any]], *, is_fsdp1: bool
     parameters = [parameter for group in groups for parameter in group["params"]]
     is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
     adam: dict[str, Any] = {
-        "lr": config.learning_rate,
+        "lr": rate_of(config),
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_epsilon,
     }
@@ -208,6 +216,11 @@ def _create(config: TrainConfig, groups: list[dict[str, Any]], *, is_fsdp1: bool
         raise UserError(
             f"optim: {config.optim} holds blocks of whole parameters, and fsdp_version: 1 leaves each process a flat "
             "piece of them: use fsdp_version: 2, or optim: adamw"
+        )
+    if _is_half(parameters):
+        _check_half(config, parameters)
+        return RoundedAdamW(groups, **adam, seed=config.seed), (
+            f"AdamW with stochastic rounding (the weights are bfloat16 alone), {said}"
         )
     match config.optim:
         case "adamw":
@@ -225,10 +238,28 @@ def _create(config: TrainConfig, groups: list[dict[str, Any]], *, is_fsdp1: bool
                 f"{'PagedAdamW8bit' if paged and on_gpu else 'AdamW8bit'} of bitsandbytes, {said}"
             )
         case "adafactor":
-            return torch.optim.Adafactor(groups, lr=config.learning_rate), "Adafactor"
+            return torch.optim.Adafactor(groups, lr=rate_of(config)), "Adafactor"
         case "sgd":
             # Without momentum the coupled decay of torch is the decoupled one: p - lr (g + d p) = (1 - lr d) p - lr g.
-            return torch.optim.SGD(groups, lr=config.learning_rate), "SGD without momentum"
+            return torch.optim.SGD(groups, lr=rate_of(config)), "SGD without momentum"
+
+
+def _is_half(parameters: Sequence[torch.Tensor]) -> bool:
+    return any(one.dtype in (torch.bfloat16, torch.float16) for one in parameters)
+
+
+def _check_half(config: TrainConfig, parameters: Sequence[torch.Tensor]) -> None:
+    """Raise UserError where updates of 16-bit weights would vanish in rounding."""
+    if any(one.dtype == torch.float16 for one in parameters):
+        raise UserError(
+            "pure_dtype: true with float16 weights: most updates are too small for a weight of 11 bits, and gradients "
+            "underflow; use torch_dtype: bfloat16, whose updates are rounded stochastically, or leave pure_dtype out"
+        )
+    if config.optim != "adamw":
+        raise UserError(
+            f"pure_dtype: true with optim: {config.optim}: updates of bfloat16 weights vanish in rounding; use optim: "
+            "adamw, which rounds them stochastically, or leave pure_dtype out"
+        )
 
 
 def _bitsandbytes_adamw(
@@ -286,7 +317,7 @@ def _summary(config: TrainConfig, trained: list[TrainedParameter], num_groups: i
 
     decaying = [one for one in trained if one.decays]
     still = [one for one in trained if not one.decays]
-    heads = [one for one in trained if _HEAD.search(one.name)]
+    heads = [one for one in trained if is_head(one.name)]
     parts = [
         f"{count(trained)} trained, {num_groups} groups",
         f"weight decay {config.weight_decay:g} on {count(decaying)}, none on {count(still)} (biases, norms, scalars)",

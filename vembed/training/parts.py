@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from vembed.config.schema import TrainConfig
 from vembed.data.batches import BatchSchedule
 from vembed.data.features import Featuriser
 from vembed.data.sources import ExampleStore
@@ -26,6 +27,8 @@ class RunData:
     batch_schedule: BatchSchedule
     batches_per_step: int
     """Global batches of an optimizer step: gradient_accumulation_steps."""
+    epochs: float
+    """Passes over the data, where `max_steps` does not say how long the run is."""
     total_steps: int
     """Optimizer steps of the whole run."""
     warnings: tuple[str, ...] = ()
@@ -54,6 +57,8 @@ class RunModel:
     featuriser: Featuriser
     source: InputSource
     teachers: Teachers
+    config: TrainConfig
+    """The config, with the learning rate that was decided for this model."""
 
     def clear_gradients(self) -> None:
         """Drop all gradients."""

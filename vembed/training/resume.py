@@ -33,7 +33,7 @@ _MEMORY_AND_SPEED = """
     deterministic
 """
 _WATCHED_AND_KEPT = """
-    val_data_path eval_steps eval_before eval_metric eval_ks eval_batch_tokens guards save_steps
+    val_data_path patience eval_steps eval_before eval_metric eval_ks eval_batch_tokens guards save_steps
     save_total_limit save_merged load_best_model_at_end async_save on_save_error save_dtype on_nonfinite
     logging_steps report_to run_name wandb_project wandb_tags console log_file debug profile_steps output_dir
     overwrite resume resume_anyway trust_remote_code
@@ -217,6 +217,19 @@ def keep_global_batch(config: TrainConfig, saved: Mapping[str, Any], world_size:
         f"{size:,d}", config.batch_size, world_size, f"{config.batch_size * world_size:,d}",
     )  # fmt: skip
     return config.model_copy(update={"global_batch_size": size})
+
+
+def keep_decisions(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
+    """Return the config with the values that the checkpoint's run had for options that are left to `auto`, so that a
+    resumed run is the same run whatever vembed would choose today."""
+    given = dict(config)
+    names = ["learning_rate", "epochs", "logging_steps"]
+    if all(given[name] == saved.get(name) for name in ("val_data_path", "val_split")):
+        names += ["eval_steps", "save_steps"]
+    kept = {name: saved[name] for name in names if given[name] == "auto" and name in saved}
+    if "learning_rate" in kept and config.head_learning_rate is None:
+        kept["head_learning_rate"] = saved["head_learning_rate"]
+    return config.model_copy(update=kept)
 
 
 def trim_metrics(output_dir: Path, step: int, *, is_scored: bool = True) -> int:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from vembed.config.rate import rate_of
 from vembed.config.schema import TrainConfig
 
 log = logging.getLogger("vembed")
@@ -45,7 +46,7 @@ class Schedule:
         self.kind: Kind = config.lr_scheduler_type
         self.total_steps = total_steps
         self.multiplier = lr_multiplier(config, examples_per_step)
-        self.peak = config.learning_rate * self.multiplier
+        self.peak = rate_of(config) * self.multiplier
         if config.warmup_steps is not None:
             self.warmup_steps, why = config.warmup_steps, "warmup_steps"
         else:
@@ -88,4 +89,4 @@ class Schedule:
             return "learning_rate as given, on any number of processes"
         ratio = f"{examples_per_step:,d} examples per step / base_batch_size {config.base_batch_size:,d}"
         ratio = f"sqrt({ratio})" if config.scale_learning_rate == "sqrt" else f"({ratio})"
-        return f"{config.learning_rate:g} * {ratio}"
+        return f"{rate_of(config):g} * {ratio}"

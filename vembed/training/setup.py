@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from vembed.config.rhythm import Rhythm, Size, passes, rhythm
 from vembed.config.schema import TrainConfig
 from vembed.data.batches import BatchSchedule
 from vembed.data.features import Features, Featuriser
@@ -17,6 +18,7 @@ from vembed.data.feeding import Feeder
 from vembed.data.rank_batch import RankBatchStream
 from vembed.data.sources import ExampleStore
 from vembed.distributed import collectives
+from vembed.distributed.parameters import num_parameters
 from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
@@ -27,6 +29,7 @@ from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.teachers.supply import Teachers
+from vembed.training.auto_rate import with_rate
 from vembed.training.datasets import open_sets
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.optim import build_optimizer
@@ -36,6 +39,8 @@ log = logging.getLogger("vembed")
 
 SAMPLE = 2048
 """Number of documents whose embeddings determine the principal directions."""
+SAMPLED = 64
+"""Number of examples whose inputs are counted, for the cost of a run."""
 
 
 @contextmanager
@@ -60,9 +65,18 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
     with main_first(session):
         sets = open_sets(config, compares=session.is_main)
-    batch_schedule, total_steps = schedule_batches(config, sets.examples, session)
+    epochs = passes(config, len(sets.examples))
+    if config.epochs == "auto" and config.max_steps is None:
+        log.info("epochs: %g (auto; %s)", epochs.value, epochs.reason)
+    batch_schedule, total_steps = schedule_batches(config, sets.examples, session, epochs.value)
     return RunData(
-        sets.examples, sets.evaluation, batch_schedule, config.gradient_accumulation_steps, total_steps, sets.warnings
+        sets.examples,
+        sets.evaluation,
+        batch_schedule,
+        config.gradient_accumulation_steps,
+        epochs.value,
+        total_steps,
+        sets.warnings,
     )
 
 
@@ -89,6 +103,7 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         recompute=session.placement.recomputation.value,
         meta=session.builds_empty,
     )
+    config = with_rate(config, embedder, session)
     if session.placement.copies_weights:
         embedder.compute_in_bf16()
     start_head(config, embedder, featuriser, data.examples, session)
@@ -112,10 +127,31 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         model=model,
         loss=loss,
         optimizer=build_optimizer(model, loss, config),
+        config=config,
         featuriser=featuriser,
         source=InputSource(model, feeder, session, frozen=frozen, stores=stores, image_bytes=image_bytes),
         teachers=teachers,
     )
+
+
+def decide_rhythm(data: RunData, parts: RunModel) -> Rhythm:
+    """Return how often the run is evaluated, saved and logged, and log what was left to `auto`."""
+    some = [data.examples[index] for index in range(min(len(data.examples), SAMPLED))]
+    # The weights and the two moments of AdamW, in float32.
+    trained = num_parameters(parts.model, trainable_only=True)
+    found = rhythm(
+        parts.config,
+        Size(
+            total_steps=data.total_steps,
+            examples_per_step=data.examples_per_step,
+            num_training=sum(1 + len(one.positives) + len(one.negatives) for one in some) / max(len(some), 1),
+            num_evaluated=0 if data.evaluation is None else data.evaluation.num_inputs,
+            checkpoint_bytes=12 * trained,
+        ),
+    )
+    for line in found.lines():
+        log.info("%s", line)
+    return found
 
 
 def open_stream(config: TrainConfig, data: RunData, featuriser: Featuriser, session: Session) -> RankBatchStream:
@@ -135,7 +171,9 @@ def source_weights(sizes: Sequence[int], weights: Sequence[float], alpha: float)
     return [weight * factor for weight in tempered]
 
 
-def schedule_batches(config: TrainConfig, store: ExampleStore, session: Session) -> tuple[BatchSchedule, int]:
+def schedule_batches(
+    config: TrainConfig, store: ExampleStore, session: Session, epochs: float
+) -> tuple[BatchSchedule, int]:
     """Return the order of the examples and the number of optimizer steps."""
     size = config.global_batch_size or config.batch_size * session.world_size
     batch_schedule = BatchSchedule(
@@ -148,9 +186,7 @@ def schedule_batches(config: TrainConfig, store: ExampleStore, session: Session)
         keys=store.all_keys() if config.no_duplicates else None,
     )
     log.info(batch_schedule.summary())
-    steps = config.max_steps or math.ceil(
-        config.epochs * batch_schedule.steps_per_epoch / config.gradient_accumulation_steps
-    )
+    steps = config.max_steps or math.ceil(epochs * batch_schedule.steps_per_epoch / config.gradient_accumulation_steps)
     log.info(
         "global batch: %s examples over %s (%s each)%s; %s steps",
         f"{size:,d}",

@@ -43,7 +43,7 @@ from vembed.training.loop_state import LoopState
 from vembed.training.profiling import Profile
 from vembed.training.query_record import QueryRecord
 from vembed.training.schedule import Schedule
-from vembed.training.setup import build_parts, learned, log_cut_texts, open_data, open_stream
+from vembed.training.setup import build_parts, decide_rhythm, learned, log_cut_texts, open_data, open_stream
 from vembed.training.shortage import MemoryGuard, OutOfMemory
 from vembed.training.source_losses import LossesBySource
 from vembed.training.step import ContrastiveStep
@@ -88,17 +88,20 @@ class Trainer:
         self.checkpointer, self.interrupts, self.outlets = runtime.checkpointer, runtime.interrupts, runtime.outlets
         # Also refuses a folder that is not writable or holds another run.
         self.resume_from = resume_from = self.checkpointer.find()
-        self.config = config = self.checkpointer.with_global_batch(resume_from)
+        self.config = config = self.checkpointer.continued(resume_from)
         self.data = open_data(config, session)
         # Before the model is built, which may take minutes.
         require_equal("the data's content", self.data.examples.fingerprint, "give every machine the same data_path")
         self.checkpointer.check(resume_from, identity_of(config, self.data))
         self.checkpointer.require_steps_left(resume_from, self.data.total_steps)
         self.parts = parts = build_parts(config, self.data, session)
+        self.rhythm = decide_rhythm(self.data, parts)
+        self.config = config = self.rhythm.applied(parts.config, self.data.epochs)
+        self.checkpointer.config = config
         self.schedule = Schedule(config, self.data.total_steps, self.data.examples_per_step)
         log_parameter_summary(parts.model)
         own: list[Hook] = [
-            *configured_hooks(config),  # before those that write the scores
+            *configured_hooks(config, self.rhythm, self.schedule),  # before those that write the scores
             ProgressBar(runtime.outlets.console),
             Profile(config, session.rank, self.data.total_steps),
             Diagnostics(),
@@ -146,7 +149,7 @@ class Trainer:
         if config.eval_before and state.step == 0:
             self.evaluate()
             state.before = state.scores
-        if state.step and _is_due(state.step, config.eval_steps):
+        if state.step and _is_due(state.step, self.rhythm.eval_steps):
             self.evaluate()  # only if the run was stopped during this evaluation
         fsdp_print_memory_usage("before the first step")
         if state.step >= total_steps:
@@ -158,7 +161,7 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to the last step, or until a hook or the time limit ends the run. The loop."""
-        state, config, data = self.state, self.config, self.data
+        state, data = self.state, self.data
         group: list[RankBatch] = []
         while state.step < data.total_steps and not self.interrupts.ends_early:
             if not group:  # otherwise the step is replayed after it ran out of memory
@@ -187,15 +190,15 @@ class Trainer:
             # The ranks agree once per step, so that all stop at the same one.
             stops = self.interrupts.agree(self.checkpointer.save_seconds)
             ends = stops or self.interrupts.ends_early or state.step == data.total_steps
-            if ends or state.step == 1 or _is_due(state.step, config.logging_steps):
+            if ends or state.step == 1 or _is_due(state.step, self.rhythm.logging_steps):
                 self.log(report)
-            if _is_due(state.step, config.eval_steps):
+            if _is_due(state.step, self.rhythm.eval_steps):
                 self.evaluate()
             if stops:
                 raise self.stopped()
             # After the evaluation, so that the checkpoint holds its scores. Not in a row of skipped steps: weights that
             # may be broken would take the place of good ones.
-            if _is_due(state.step, config.save_steps) and not state.skipped_in_a_row:
+            if _is_due(state.step, self.rhythm.save_steps) and not state.skipped_in_a_row:
                 self.save()
         self.evaluate()
 
@@ -243,7 +246,7 @@ class Trainer:
         took = duration(self.clock.seconds() - began)
         log.info("%s; took %s", scores_line(when, scores, state.before, metric), took)
         # The best step must be recoverable: it has a checkpoint, or it is the last one.
-        is_kept = config.save_steps is None or state.step % config.save_steps == 0 or self._is_last()
+        is_kept = self.rhythm.save_steps is None or _is_due(state.step, self.rhythm.save_steps) or self._is_last()
         is_best = state.step > 0 and is_kept and (state.best is None or scores[metric] > state.best)
         if is_best:
             state.best, state.best_step, state.best_scores = scores[metric], state.step, scores
@@ -280,7 +283,7 @@ class Trainer:
         if state.fell is not None:
             what, chosen, scores = "the last checkpoint that held", state.held_step, state.held_scores
         folder = self.checkpointer.path_of(chosen or 0)
-        wants_earlier = (config.load_best_model_at_end or state.fell) and chosen not in (None, state.step)
+        wants_earlier = (self.rhythm.keeps_best or state.fell) and chosen not in (None, state.step)
         if wants_earlier and self.checkpointer.load_weights(folder, parts.model, parts.loss, self.hooks.tensors()):
             log.info("final/ gets %s, %s", what, folder.name)
             state.scores, state.scored_step = scores, chosen

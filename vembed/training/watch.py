@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vembed.config.rate import rate_of
 from vembed.config.schema import TrainConfig
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
@@ -46,7 +47,7 @@ class Watch(Hook):
         self.precision = "no"
         self.loop: LoopState | None = None
         self.output = Path(config.output_dir)
-        self.learning_rate = config.learning_rate
+        self.learning_rate = rate_of(config)
 
     def on_start(self, run: Run) -> None:
         """Take the precision, which decides the advice, and the state, which counts the skipped steps."""

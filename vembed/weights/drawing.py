@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -66,6 +66,21 @@ def draw_front(
         axes.margins(x=0.1, y=0.2)
 
     return _write(stem, draw, x_label, y_label)
+
+
+def draw_bars(stem: Path, values: Mapping[str, float], *, x_label: str) -> list[Path]:
+    """Write a horizontal bar for each value, the first one on top."""
+
+    def draw(axes: Axes) -> None:
+        names = list(values)
+        axes.barh(names, list(values.values()), color=ACCENT, height=0.6)
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        for name, value in values.items():
+            axes.annotate(f"{value:.0%}", (value, name), xytext=(4, 0), textcoords="offset points", va="center")
+        axes.margins(x=0.12)
+
+    return _write(stem, draw, x_label, "")
 
 
 def _write(stem: Path, draw: Callable[[Axes], None], x_label: str, y_label: str) -> list[Path]:

@@ -1,0 +1,193 @@
+"""Collections made of what an installation carries: docstrings, manual pages, package descriptions, names of
+characters, rendered words. Each is a training set and a validation set without common modules, pages, packages or
+characters."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import random
+import re
+import tempfile
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tests.families.pictures import render
+from tests.tiny import WORDS
+from vembed.tools.demo_data import Pair, split_by_module, standard_library_pairs
+
+Row = dict[str, Any]
+MANUAL = Path("/usr/share/man")
+PACKAGES = Path("/var/lib/dpkg/status")
+MOST_WORDS = 40
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Training and validation rows of one kind."""
+
+    train: list[Row]
+    val: list[Row]
+    loss: str = "infonce"
+
+    @property
+    def metric(self) -> str:
+        """Score that counts."""
+        return "spearman" if self.loss == "cosent" else "ndcg@10"
+
+    def write(self, folder: Path) -> tuple[Path, Path]:
+        """Write both sets as JSONL; return their paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, rows in (("train", self.train), ("val", self.val)):
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return folder / "train.jsonl", folder / "val.jsonl"
+
+
+def docstrings(num_train: int, num_val: int) -> Collection:
+    """The first paragraph of a docstring -> the function's source, by module."""
+    train, val = split_by_module(standard_library_pairs(), num_train, num_val)
+    return Collection(_rows(train), _rows(val))
+
+
+def manual(num_train: int, num_val: int) -> Collection:
+    """What a manual page says about its command in one line -> the first paragraph of its description."""
+    return _pairs(_by_hash(_manual_pairs(), MANUAL), num_train, num_val)
+
+
+def packages(num_train: int, num_val: int) -> Collection:
+    """The one-line description of an installed package -> its description, of Debian and of Python packages."""
+    return _pairs(_by_hash(_package_pairs(), PACKAGES), num_train, num_val)
+
+
+def characters(num_train: int, num_val: int) -> Collection:
+    """The Unicode names of two characters and how near these are: half for the script, half for the kind."""
+    draw = random.Random(0)
+    known = [(name, name.split()[0], unicodedata.category(one)) for one, name in _named_characters()]
+    draw.shuffle(known)
+    half = len(known) // 2  # no character is on both sides
+    return Collection(_near(known[half:], num_train, draw), _near(known[:half], num_val, draw), "cosent")
+
+
+def pictures(num_train: int, num_val: int) -> Collection:
+    """A word -> a picture of it, drawn a little moved; the words are the same, the pictures are not."""
+    folder = Path(tempfile.mkdtemp())
+    words = sorted({word[:5] for word in WORDS})[:20]
+    draw = random.Random(0)
+
+    def drawn(count: int, name: str) -> list[Row]:
+        rows = []
+        for number in range(count):
+            file = folder / f"{name}-{number}.png"
+            render(words[number % len(words)], file, draw)
+            rows.append({"query": words[number % len(words)], "positive": {"image": str(file)}})
+        return rows
+
+    return Collection(drawn(num_train, "train"), drawn(num_val, "val"))
+
+
+COLLECTIONS: dict[str, Callable[[int, int], Collection]] = {
+    "docstrings": docstrings,
+    "manual": manual,
+    "packages": packages,
+    "characters": characters,
+    "pictures": pictures,
+}
+
+
+def _rows(pairs: list[Pair]) -> list[Row]:
+    return [{"query": _short(pair.query), "positive": _short(pair.positive)} for pair in pairs]
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split(" ")[:MOST_WORDS])
+
+
+def _by_hash(pairs: Iterator[tuple[str, str]], source: Path) -> list[Row]:
+    """Return the pairs without repeated sides, in the order of their hashes."""
+    seen: set[str] = set()
+    rows: list[Row] = []
+    for short, long in pairs:
+        query, positive = " ".join(short.split()), " ".join(long.split()[:MOST_WORDS])
+        is_long = len(query.split()) >= 3 and len(positive.split()) >= 8
+        if is_long and query.lower() not in positive.lower() and not {query, positive} & seen:
+            seen |= {query, positive}
+            rows.append({"query": query, "positive": positive})
+    if not rows:
+        raise SystemExit(f"{source} holds nothing to make pairs of")
+    return sorted(rows, key=lambda row: hashlib.blake2b(row["positive"].encode(), digest_size=8).digest())
+
+
+def _pairs(rows: list[Row], num_train: int, num_val: int) -> Collection:
+    if len(rows) < num_train + num_val:
+        raise SystemExit(f"{len(rows):,d} pairs here, and {num_train + num_val:,d} are asked for")
+    return Collection(rows[num_val : num_val + num_train], rows[:num_val])
+
+
+_MACRO = re.compile(r"^[.\'].*|\\f(?:\[[^]]*\]|\(..|.)|\\s[-+]?\d|\\[&|^/,]", re.MULTILINE)
+
+
+def _manual_pairs() -> Iterator[tuple[str, str]]:
+    for path in sorted(MANUAL.glob("man[1-8]/*.gz")):
+        if path.name.startswith(("gcloud", "docker")):  # thousands of pages of one form
+            continue
+        try:
+            text = gzip.decompress(path.read_bytes()).decode("utf-8", errors="ignore")
+        except OSError:  # a link to a page that is not installed
+            continue
+        sections = re.split(r'^\.S[Hh]\s+"?([^"\n]*)"?\s*$', text, flags=re.MULTILINE)
+        named = dict(zip((name.strip().upper() for name in sections[1::2]), sections[2::2], strict=False))
+        about = _plain(named.get("NAME", "")).partition(" - ")[2]
+        paragraphs = [
+            _plain(part) for part in re.split(r"^\.(?:PP|P|LP|Pp|sp|TP|IP)\b.*$|\n\n", named.get("DESCRIPTION", ""),
+                                              flags=re.MULTILINE)
+        ]  # fmt: skip
+        long = next((part for part in paragraphs if len(part.split()) >= 8), "")
+        if about and long:
+            yield about, long
+
+
+def _plain(text: str) -> str:
+    """Return troff source without its macros."""
+    text = re.sub(r"^\.(?:B|I|BR|IR|RB|RI|SM|Nm|Nd|Fn|Em)\s+", "", text, flags=re.MULTILINE)
+    text = _MACRO.sub("", text).replace("\\-", "-").replace("\\(aq", "'").replace("\\", "")
+    return " ".join(text.split())
+
+
+def _package_pairs() -> Iterator[tuple[str, str]]:
+    if PACKAGES.is_file():
+        for block in PACKAGES.read_text(encoding="utf-8").split("\n\n"):
+            found = re.search(r"^Description: (.+)\n((?: .+\n?)+)", block, re.MULTILINE)
+            if found is not None:
+                yield found.group(1), re.split(r"^ \.$", found.group(2), flags=re.MULTILINE)[0]
+    for one in metadata.distributions():
+        text = one.metadata.get_payload()
+        parts = [" ".join(part.split()) for part in str(text).split("\n\n")]
+        long = next((part for part in parts if len(part.split()) >= 12 and part[:1].isalpha()), "")
+        if one.metadata["Summary"] and long:
+            yield one.metadata["Summary"], long
+
+
+def _named_characters() -> list[tuple[str, str]]:
+    characters = [chr(code) for code in range(0x20, 0x3000)]
+    return [(one, unicodedata.name(one)) for one in characters if unicodedata.name(one, "").count(" ") >= 2]
+
+
+def _near(known: list[tuple[str, str, str]], count: int, draw: random.Random) -> list[Row]:
+    """Return as many pairs of each score."""
+    rows: dict[float, list[Row]] = {0.0: [], 0.5: [], 1.0: []}
+    while min(map(len, rows.values())) < (count + 2) // 3:
+        one = draw.choice(known)
+        # Two of one script are rare among all, so that every other pair is drawn from one.
+        near = [other for other in known if other[1] == one[1]] if draw.random() < 0.7 else known
+        other = draw.choice(near)
+        score = 0.5 * (one[1] == other[1]) + 0.5 * (one[2] == other[2])
+        if one != other and len(rows[score]) < (count + 2) // 3:
+            rows[score].append({"sentence1": one[0].lower(), "sentence2": other[0].lower(), "score": score})
+    found = [row for one in rows.values() for row in one]
+    draw.shuffle(found)
+    return found[:count]

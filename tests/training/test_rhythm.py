@@ -1,0 +1,151 @@
+"""What a config leaves to `auto`: learning rate, length, evaluations, checkpoints, patience; decided, said and kept."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import vembed
+from tests import tiny
+from vembed.config.rate import Trained, peak_rate
+from vembed.config.rhythm import Size, passes, rhythm
+from vembed.config.schema import TrainConfig
+from vembed.training.hooks import Evaluation
+from vembed.training.patience import Patience
+
+BASE: dict[str, Any] = {"model_name": "m", "data_path": "d"}
+SCORED: dict[str, Any] = {**BASE, "val_data_path": "v"}
+SIZE = Size(total_steps=1000, examples_per_step=32, num_training=2.0, num_evaluated=400, checkpoint_bytes=10**8)
+
+
+def rate(what: str = "weights", family: str = "text_encoder", width: int = 384, **options: Any) -> float:
+    facts = Trained(what, family, width, options.pop("tuned", True), options.pop("new", False))  # type: ignore[arg-type]
+    return peak_rate(TrainConfig(**BASE, **options), facts).value
+
+
+def test_the_rate_follows_what_is_trained() -> None:
+    full = rate()
+    assert rate("head") > full and rate(new=True) > rate(tuned=False) > full
+    assert rate(width=4096, family="text_decoder") < rate(width=1024, family="text_decoder") < full
+    assert rate(family="clip", width=512) < full
+    adapters = rate("adapters")
+    assert adapters > 5 * full
+    assert rate("adapters", lora_r=64) == adapters, "alpha / r takes the rank out"
+    assert rate("adapters", lora_alpha=64) == pytest.approx(adapters / 2, rel=0.05)
+    assert rate("adapters", use_rslora=True) < adapters
+    assert rate("adapters", family="clip", width=512) < adapters
+
+
+def test_reasons_name_rank_and_alpha() -> None:
+    said = peak_rate(TrainConfig(**BASE, lora_r=8), Trained("adapters", "text_encoder", 384, True, False)).reason
+    assert "rank 8, alpha 32" in said
+
+
+@pytest.mark.parametrize(("examples", "low", "high"), [(300, 4, 10), (3_000, 2, 4), (30_000, 1, 1), (10**7, 1, 1)])
+def test_few_examples_are_seen_more_often(examples: int, low: int, high: int) -> None:
+    assert low <= passes(TrainConfig(**BASE), examples).value <= high
+    assert passes(TrainConfig(**BASE, epochs=2.5), examples).value == 2.5
+
+
+def test_ten_evaluations_where_they_are_cheap_and_fewer_where_not() -> None:
+    found = rhythm(TrainConfig(**SCORED), SIZE)
+    assert (found.eval_steps, found.save_steps, found.keeps_best, found.patience) == (100, 100, True, 4)
+    dear = rhythm(TrainConfig(**SCORED), Size(1000, 32, 2.0, 6_000, 10**8))
+    assert dear.eval_steps is not None and 3 <= 1000 // dear.eval_steps < 10
+    dearest = rhythm(TrainConfig(**SCORED), Size(100, 32, 2.0, 60_000, 10**8))
+    assert (dearest.eval_steps, dearest.keeps_best) == (None, False)
+    assert "before and after" in dearest.reasons["eval_steps"]
+    for steps in range(20, 3000, 7):
+        every = rhythm(TrainConfig(**SCORED), Size(steps, 32, 2.0, 5, 10**8)).eval_steps
+        assert every is not None and steps // every >= 10
+
+
+def test_what_the_config_gives_stays() -> None:
+    given = {"eval_steps": 7, "save_steps": None, "logging_steps": 3, "patience": 2, "load_best_model_at_end": False}
+    found = rhythm(TrainConfig(**SCORED, **given), SIZE)
+    assert (found.eval_steps, found.save_steps, found.logging_steps, found.patience) == (7, None, 3, 2)
+    assert not found.keeps_best and found.reasons == {}
+    assert rhythm(TrainConfig(**SCORED, eval_steps=None), SIZE).eval_steps is None
+    assert rhythm(TrainConfig(**SCORED, epochs=2), SIZE).patience is None, "the config says how long the run is"
+    assert rhythm(TrainConfig(**SCORED, save_steps=70), SIZE).eval_steps == 70, "every checkpoint has a score"
+    uneven = rhythm(TrainConfig(**SCORED, eval_steps=4, save_steps=6), SIZE)
+    assert not uneven.keeps_best and "no multiple" in uneven.reasons["load_best_model_at_end"]
+
+
+def test_checkpoints_suit_the_run() -> None:
+    none = Size(1000, 32, 2.0, 0, 10**8)
+    assert rhythm(TrainConfig(**BASE), none).save_steps == 100
+    assert rhythm(TrainConfig(**BASE), Size(50, 32, 2.0, 0, 10**8)).save_steps is None
+    assert rhythm(TrainConfig(**BASE), none).eval_steps is None
+    large = rhythm(TrainConfig(**SCORED), Size(1000, 32, 2.0, 400, 10**11))
+    assert large.save_steps is None and "100 GB" in large.reasons["save_steps"]
+    asked = TrainConfig(**SCORED, load_best_model_at_end=True)
+    assert rhythm(asked, Size(8, 32, 2.0, 400, 10**11)).save_steps is not None
+
+
+def test_patience_counts_evaluations_without_a_better_score() -> None:
+    def told(hook: Patience, step: int, score: float) -> str | None:
+        return hook.on_evaluation(Evaluation(step, 0.0, {"ndcg@10": score}, "ndcg@10", False))
+
+    hook = Patience(2, warmup_steps=3)
+    assert [told(hook, step, 0.5) for step in (0, 1, 2, 3)] == [None] * 4, "nothing counts in the warm-up"
+    assert told(hook, 4, 0.5) is None
+    again = Patience(2, warmup_steps=3)
+    again.load_state(json.loads(json.dumps(hook.state())))
+    for one in (hook, again):
+        assert told(one, 5, 0.4) == "patience: 2 evaluations since step 1 found no ndcg@10 above 0.5000"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, vembed.TrainResult]:
+    """A finished run of the four lines, on a cheap evaluation."""
+    folder = tmp_path_factory.mktemp("four")
+    rows = [{"query": word, "positive": f"{word} {other}"} for word in tiny.WORDS[:20] for other in tiny.WORDS[:8]]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::16]))
+    settings = {
+        "model_name": str(tiny.shared(tiny.tiny_bert)),
+        "data_path": str(folder / "train.jsonl"),
+        "val_data_path": str(folder / "val.jsonl"),
+        "output_dir": str(folder / "run"),
+    }
+    path = folder / "cfg.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return settings, path, vembed.train(path, ["patience=null", "epochs=5", "report_to=none"])
+
+
+def test_four_lines_decide_the_rest_and_say_why(run: tuple[dict[str, Any], Path, vembed.TrainResult]) -> None:
+    _, _, result = run
+    log = (result.output_dir / "training_log.txt").read_text()
+    for name in ("learning_rate", "eval_steps", "save_steps", "load_best_model_at_end", "logging_steps"):
+        assert len(re.findall(rf"\b{name}: \S+ \(auto; .+\)", log)) == 1, name
+    written = yaml.safe_load((result.output_dir / "config.yaml").read_text())
+    assert written["learning_rate"] > 2e-5 and written["eval_steps"] == written["save_steps"] == 2
+    lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    scores = {line["step"]: line["eval"]["ndcg@10"] for line in lines if "eval" in line}
+    assert len(scores) >= 11
+    best = max(score for step, score in scores.items() if step)
+    assert result.metrics["ndcg@10"] == best, "final/ holds the best"
+    assert vembed.evaluate(result.model_dir, run[0]["val_data_path"])["ndcg@10"] == pytest.approx(best, abs=1e-6)
+
+
+def test_a_resumed_run_keeps_what_was_decided(run: tuple[dict[str, Any], Path, vembed.TrainResult]) -> None:
+    _, path, result = run
+    before = yaml.safe_load((result.output_dir / "config.yaml").read_text())
+    state = (
+        json.loads((result.output_dir / "checkpoint-24" / "state.json").read_text())
+        if (result.output_dir / "checkpoint-24").is_dir()
+        else None
+    )
+    again = vembed.train(path, ["epochs=6", "resume=true", "report_to=none", "patience=1"])
+    after = yaml.safe_load((result.output_dir / "config.yaml").read_text())
+    assert again.steps > result.steps or "patience" in (result.output_dir / "training_log.txt").read_text()
+    assert {name: after[name] for name in ("learning_rate", "eval_steps", "save_steps", "logging_steps")} == {
+        name: before[name] for name in ("learning_rate", "eval_steps", "save_steps", "logging_steps")
+    }
+    assert state is None or state["config"]["learning_rate"] == before["learning_rate"]

@@ -1,0 +1,64 @@
+"""Weights in bfloat16 alone: rounding is right on average, updates do not vanish, and draws repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.test_optim import config_for
+from tests.training.tiny_run import TinyLoss, TinyModel
+from vembed.errors import UserError
+from vembed.training.optim import build_optimizer
+from vembed.training.rounding import RoundedAdamW, rounded
+
+
+def test_rounding_goes_to_a_neighbour_and_is_right_on_average() -> None:
+    draw = torch.Generator().manual_seed(0)
+    value = torch.tensor([1.001, -0.3, 3e-5, 0.0, 7.0, float("inf")])
+    bits = torch.randint(0, 2**16, (20_000, 6), generator=draw, dtype=torch.int32)
+    found = rounded(value.expand(20_000, 6), bits).double()
+    assert all(len(found[:, column].unique()) <= 2 for column in range(6))
+    step = torch.tensor([2.0**-7, 2.0**-9, 2.0**-23, 0.0, 0.0, 0.0])
+    # The mean of n draws of a step s lies within 5 s / (2 sqrt(n)) of the value, but once in a million.
+    finite = value[:5].double()
+    assert bool(((found[:, :5].mean(0) - finite).abs() <= 5 * step[:5] / (2 * 20_000**0.5) + 1e-12).all())
+    assert bool(found[:, 5].isinf().all())
+
+
+def steps(dtype: torch.dtype, *, rounds: bool, seed: int = 3) -> torch.Tensor:
+    """A weight of 1 after 200 steps of 1e-4 with gradients of one sign: 0.98 without rounding."""
+    weight = torch.nn.Parameter(torch.ones(1000, dtype=dtype))
+    groups = [{"params": [weight], "weight_decay": 0.0}]
+    options: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8}
+    optimizer: Any = RoundedAdamW(groups, **options, seed=seed) if rounds else torch.optim.AdamW(groups, **options)
+    for _ in range(200):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    return weight.detach().double()
+
+
+def test_small_updates_do_not_vanish() -> None:
+    assert bool((steps(torch.bfloat16, rounds=False) == 1.0).all()), "to the nearest value nothing is learned"
+    assert steps(torch.bfloat16, rounds=True).mean().item() == pytest.approx(0.98, abs=5e-4)
+    torch.testing.assert_close(steps(torch.float32, rounds=True), steps(torch.float32, rounds=False), rtol=1e-6, atol=0)
+
+
+def test_draws_repeat_and_follow_the_seed() -> None:
+    one = steps(torch.bfloat16, rounds=True)
+    assert torch.equal(one, steps(torch.bfloat16, rounds=True))
+    assert not torch.equal(one, steps(torch.bfloat16, rounds=True, seed=4))
+
+
+def test_bfloat16_weights_get_it_and_what_cannot_be_is_refused(tmp_path: Any) -> None:
+    def built(dtype: torch.dtype, **options: Any) -> torch.optim.Optimizer:
+        return build_optimizer(TinyModel().to(dtype), TinyLoss(), config_for(tmp_path, **options))
+
+    assert isinstance(built(torch.bfloat16), RoundedAdamW)
+    assert isinstance(built(torch.float32), torch.optim.AdamW)
+    for optim in ("sgd", "adafactor", "adamw_8bit"):
+        with pytest.raises(UserError, match=f"optim: {optim}: updates of bfloat16 weights vanish"):
+            built(torch.bfloat16, optim=optim)
+    with pytest.raises(UserError, match="use torch_dtype: bfloat16"):
+        built(torch.float16)

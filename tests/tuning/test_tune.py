@@ -1,0 +1,113 @@
+"""vembed tune: the first trial is the config itself, a stopped search goes on, processes share it, the best is YAML."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tests import tiny
+from vembed.cli import app
+from vembed.config.loading import load_config
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.tuning import option_search as searching
+from vembed.tuning.option_search import Search, run_tune
+from vembed.tuning.search_space import ranges
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tune")
+    rows = [{"query": word, "positive": f"{word} {other}"} for word in tiny.WORDS[:20] for other in tiny.WORDS[:8]]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::16]))
+    settings = {
+        "model_name": str(tiny.shared(tiny.tiny_bert)),
+        "data_path": str(folder / "train.jsonl"),
+        "val_data_path": str(folder / "val.jsonl"),
+        "output_dir": str(folder / "run"),
+        "batch_size": 8,
+        "epochs": 1,
+    }
+    (folder / "cfg.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "cfg.yaml"
+
+
+def test_a_search_that_fails_in_the_middle_goes_on(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search = Search(str(config), (), tmp_path / "tune", 5)
+    original, calls = searching._train, []
+
+    def killed(*arguments: object) -> float:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(searching, "_train", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_tune(search)
+    calls += [()]
+    assert run_tune(search) == 0
+    said = capsys.readouterr().out
+    assert "trial 0: the config as it is" in said and "2 trials are done" in said
+    trials = json.loads((tmp_path / "tune" / "trials.json").read_text())
+    assert len(trials) == 5 and trials[0]["trial"] == 0
+    best = load_config(tmp_path / "tune" / "best.yaml")
+    top = max((one for one in trials if one["state"] == "complete"), key=lambda one: one["score"])
+    assert f"best: trial {top['trial']}, {top['score']:.4f}" in said
+    if top["trial"]:
+        assert best.learning_rate == pytest.approx(top["options"]["learning_rate"], rel=0.01)
+    assert best.output_dir == str(config.parent / "run"), "the search's folders are its own"
+    assert run_tune(search) == 0, "nothing is left to do"
+    assert len(json.loads((tmp_path / "tune" / "trials.json").read_text())) == 5
+    with pytest.raises(UserError, match="choose another --output"):
+        run_tune(Search(str(config), ("seed=3",), tmp_path / "tune", 5))
+
+
+def test_two_processes_share_the_trials(config: Path, tmp_path: Path) -> None:
+    assert run_tune(Search(str(config), (), tmp_path / "tune", 6, ("learning_rate", "temperature")), nproc=2) == 0
+    trials = json.loads((tmp_path / "tune" / "trials.json").read_text())
+    assert len(trials) == 6
+    assert all(set(one["options"]) == {"learning_rate", "temperature"} for one in trials)
+    assert len({one["options"]["learning_rate"] for one in trials}) == 6
+    pictures = [tmp_path / "tune" / f"importance.{kind}" for kind in ("svg", "png")]
+    complete = [one for one in trials if one["state"] == "complete"]
+    assert all(path.is_file() == (len(complete) >= 4) for path in pictures)
+
+
+def test_a_dry_run_shows_ranges_and_writes_nothing(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["tune", str(config), "use_lora=true", "--trials", "9", "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert "trials: 9, the first one the config as it is" in done.output
+    for name in ("learning_rate", "temperature", "batch_size", "lora_r"):
+        assert f"  {name}: " in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_are_one_sentence(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="the config has none: give val_data_path"):
+        run_tune(Search(str(config), ("val_data_path=null",), tmp_path / "tune", 3))
+    with pytest.raises(UserError, match="--options size: it can search learning_rate"):
+        run_tune(Search(str(config), (), tmp_path / "tune", 3, ("size",)), is_dry_run=True)
+    with pytest.raises(UserError, match="has no effect on this run"):
+        run_tune(Search(str(config), (), tmp_path / "tune", 3, ("lora_r",)), is_dry_run=True)
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    with pytest.raises(UserError, match=r"pip install 'vembed\[search\]'"):
+        run_tune(Search(str(config), (), tmp_path / "tune", 3))
+
+
+def test_only_what_has_an_effect_is_searched() -> None:
+    base = {"model_name": "m", "data_path": "d", "learning_rate": 1e-4}
+    assert "temperature" not in [one.option for one in ranges(TrainConfig(**base, loss="cosine"))]
+    assert "batch_size" not in [one.option for one in ranges(TrainConfig(**base, global_batch_size=64))]
+    rate = next(one for one in ranges(TrainConfig(**base)) if one.option == "learning_rate")
+    assert rate.low < rate.start == 1e-4 < rate.high

@@ -1,0 +1,87 @@
+"""The peak learning rate of `learning_rate: auto`, by what a run trains. docs/choosing.md has the measurements."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from vembed.config.entries import FamilyName
+from vembed.config.resolved import Decision
+from vembed.config.schema import TrainConfig
+
+What = Literal["weights", "adapters", "head"]
+
+WIDTH = 384
+"""Hidden size of all-MiniLM-L6-v2, on which the rates were measured."""
+TUNED = 4e-5
+"""Peak for all weights of an embedding model of this width."""
+RAW = 6e-5
+"""Peak for all weights of a language model that is no embedding model yet: it has further to go."""
+ADAPTERS = 15.0
+"""Ratio of the peak of adapters with alpha 32 to that of the weights that they change."""
+ALPHA = 32
+HEAD = 1e-3
+"""Peak for a linear layer on frozen features, and for new projections."""
+SCRATCH = 5e-4
+"""Peak for initial weights of up to 512 dimensions."""
+TWO_TOWERS = 1e-5
+"""Peak for CLIP and SigLIP: their towers were trained on batches of tens of thousands of pairs."""
+LOWEST, HIGHEST = 5e-6, 1e-4
+"""Limits of the peak for weights that are trained further."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The facts about a model that its learning rate depends on."""
+
+    what: What
+    family: FamilyName
+    width: int
+    """Hidden size of the layers."""
+    is_tuned: bool
+    """True if the model is an embedding model already: its folder names pooling and other modules."""
+    is_new: bool
+    """True if the weights are initial ones, from which nothing was trained yet."""
+
+
+def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
+    """Return the learning rate of `learning_rate: auto` and the reason."""
+    if trained.what == "head":
+        return Decision(HEAD, "only layers behind the pooling are trained")
+    if trained.is_new and trained.what == "weights":
+        rate = SCRATCH * min(1.0, math.sqrt(512 / trained.width))
+        return Decision(_two_digits(rate), f"from scratch: initial weights of {trained.width:,d} dimensions")
+    rate, reason = _of_weights(trained)
+    if trained.what == "weights":
+        return Decision(_two_digits(rate), f"all weights: {reason}")
+    # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out;
+    # with use_rslora it is alpha / sqrt(r), and the root of the rank is left.
+    strength = config.lora_alpha * (math.sqrt(config.lora_r) if config.use_rslora else 1.0)
+    rate *= ADAPTERS * min(max(ALPHA / strength, 0.1), 10.0)
+    root = ", rslora" if config.use_rslora else ""
+    return Decision(
+        _two_digits(rate),
+        f"LoRA of rank {config.lora_r}, alpha {config.lora_alpha}{root}: {rate / _of_weights(trained)[0]:.3g} times "
+        f"the rate of all weights, which is {_two_digits(_of_weights(trained)[0]):g} ({reason})",
+    )
+
+
+def _of_weights(trained: Trained) -> tuple[float, str]:
+    """Return the peak for all weights and the reason."""
+    kind = trained.family.replace("_", " ")
+    if trained.family in ("clip", "siglip"):
+        return TWO_TOWERS, f"a {kind} model"
+    rate = (TUNED if trained.is_tuned else RAW) * math.sqrt(WIDTH / trained.width)
+    tuned = "an embedding model already" if trained.is_tuned else "no embedding model yet"
+    return min(max(rate, LOWEST), HIGHEST), f"a {kind} of {trained.width:,d} dimensions, {tuned}"
+
+
+def _two_digits(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+def rate_of(config: TrainConfig) -> float:
+    """Return the learning rate of a config in which it is decided."""
+    assert config.learning_rate != "auto", "peak_rate decides it when the model is built"
+    return config.learning_rate

@@ -1,0 +1,110 @@
+"""RoundedAdamW: AdamW for weights that are kept in bfloat16 alone (`pure_dtype`), with stochastic rounding.
+
+bfloat16 has 8 bits of precision: an update of less than 1/512 of a weight is lost when it is rounded to the nearest
+value, and a usual one is of that size. Rounded up with the probability of its distance from below, the weight takes the
+right value on average. Everything is computed in float32, and weights and moments are rounded once per step.
+
+The draws are a function of step, parameter and shard, so that copies of a weight stay equal on all processes and a
+resumed run rounds as the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+_BITS = 16
+"""Bits that float32 has after those of bfloat16."""
+
+
+class RoundedAdamW(torch.optim.Optimizer):
+    """AdamW with decoupled weight decay. Weights and moments in bfloat16 are rounded stochastically, and weights in
+    float32 among them (a loss's temperature) are kept as they are."""
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, seed: int
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._seed = seed
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step with the current gradients."""
+        assert closure is None, "gradients are computed before the step"
+        number = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                number += 1
+                if parameter.grad is not None:
+                    self._update(parameter, group, number)
+        return None
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], number: int) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        step, (beta1, beta2) = int(state["step"]), group["betas"]
+        weight, first, second = (_local(one) for one in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+        if weight.numel() == 0:
+            return
+        gradient = _local(parameter.grad).float()
+        mean = first.float().lerp_(gradient, 1 - beta1)
+        square = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        size = float(group["lr"]) / (1 - beta1**step)
+        divisor = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+        new = weight.float().mul_(1 - float(group["lr"]) * group["weight_decay"]).addcdiv_(mean, divisor, value=-size)
+        if weight.dtype == torch.float32:
+            for held, value in ((weight, new), (first, mean), (second, square)):
+                held.copy_(value)
+            return
+        draw = torch.Generator(weight.device).manual_seed(_mixed(self._seed, step, number, _shard_of(parameter)))
+        # One draw of 63 bits gives the 16 that each of the three roundings takes.
+        bits = torch.empty(weight.shape, dtype=torch.int64, device=weight.device).random_(generator=draw)
+        for place, (held, value) in enumerate(((weight, new), (first, mean), (second, square))):
+            held.copy_(rounded(value, (bits >> (_BITS * place)).to(torch.int32)))
+
+
+def rounded(value: Tensor, bits: Tensor) -> Tensor:
+    """Return float32 values in bfloat16, rounded up or down by `bits`, of which the lowest 16 are used."""
+    whole = value.contiguous().view(torch.int32)
+    mask = (1 << _BITS) - 1
+    # Adding up to 65,535 to the bits below carries into the kept ones as often as their value says. Infinities and NaN
+    # have no bits below, or keep one that says what they are.
+    carried = torch.where(torch.isfinite(value), whole + (bits & mask), whole) & ~mask
+    return carried.view(torch.float32).to(torch.bfloat16)
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_of(parameter: Tensor) -> int:
+    """Return a number of the shard that this process holds: the same on processes that hold the same."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    place: Sequence[int] = parameter.device_mesh.get_coordinate() or []
+    number = 0
+    for size, coordinate, placement in zip(parameter.device_mesh.shape, place, parameter.placements, strict=True):
+        if isinstance(placement, Shard):
+            number = number * size + coordinate
+    return number
+
+
+def _mixed(*numbers: int) -> int:
+    """Return one seed from several numbers."""
+    mixed = 0
+    for number in numbers:
+        mixed = ((mixed ^ number) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) % 2**63
+    return mixed

@@ -1,0 +1,1 @@
+"""Search over the options that matter most: `vembed tune`."""
