@@ -36,6 +36,8 @@ class Starter:
     """Model for texts that are not English."""
     max_length: int | None = 512
     batch_size: int = 64
+    learning_rate: float | None = None
+    """None: auto."""
     use_lora: bool = False
     image_model_name: str | None = None
     temperature: float = 0.05

@@ -171,7 +171,7 @@ def _training_lines(kind: Starter, looked: Looked, val_data: str | None, facts: 
     lines += [
         _line("batch_size", batch, "examples per process; memory is bounded by micro-batches, so larger is fine"),
         _line("epochs", epochs, many),
-        _line("learning_rate", "auto", "by what is trained; the log says which and why"),
+        _line("learning_rate", kind.learning_rate or "auto", "auto: by what is trained; the log says which and why"),
     ]
     if kind.use_lora:
         lines.append(_line("use_lora", True, "train small adapters instead of all weights"))
