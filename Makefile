@@ -45,11 +45,16 @@ bench-quick: $(VENV)/.dev                 ## ratios to sentence-transformers in 
 chaos: $(VENV)/.dev                       ## kill, truncate and resume a real run, ROUNDS times
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.stress.chaos --rounds $(ROUNDS)
 
-train-free-fsdp: $(VENV)/.dev             ## the demo sharded over all devices (two processes on a CPU)
-	HF_HUB_OFFLINE=1 $(BIN)/vembed demo --output checkpoints/free_fsdp use_fsdp=true num_processes=$(or $(NPROC),auto)
+# One process per GPU; two on a CPU.
+TRAIN_FREE = HF_HUB_OFFLINE=1 $(BIN)/torchrun \
+    --nproc_per_node=$(or $(NPROC),$(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c ^GPU); echo $$(( n > 0 ? n : 2 )))) \
+    examples/train_free.py --config configs/free_transformer.yaml --use-fsdp
 
-train-baseline-fsdp: $(VENV)/.dev         ## the same without sharding, to compare
-	HF_HUB_OFFLINE=1 $(BIN)/vembed demo --output checkpoints/baseline strategy=ddp num_processes=$(or $(NPROC),auto)
+train-free-fsdp: $(VENV)/.dev             ## the Free Transformer, sharded over all devices
+	$(TRAIN_FREE) --output checkpoints/free_fsdp $(OPTIONS)
+
+train-baseline-fsdp: $(VENV)/.dev         ## the same decoder without its latent, to compare
+	$(TRAIN_FREE) --baseline --output checkpoints/baseline_fsdp $(OPTIONS)
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist site *.egg-info

@@ -27,6 +27,7 @@ from vembed.cli_support import (
 )
 from vembed.cli_support import end as _end
 from vembed.cli_support import numbers as _numbers
+from vembed.cli_support import option as _option
 from vembed.cli_support import share as _share
 from vembed.cli_support import word as _word
 
@@ -234,10 +235,18 @@ def doctor(
         str | None, typer.Argument(metavar="[CFG]", help="Check the machine for this config too.")
     ] = None,
     nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Default: one per GPU, or 2 on the CPU.")] = None,
+    model_class: Annotated[
+        str | None, typer.Option(help="Check a class of your own instead: FILE.py:Class or package.module:Class.")
+    ] = None,
+    model_config: Annotated[str, typer.Option(help="Its keyword arguments, as {size: 64}.")] = "{}",
 ) -> None:
     """Versions and devices, then a real sharded self-test on several processes. Exit code 0 or 1."""
 
     def call() -> int:
+        if model_class is not None:
+            from vembed.tools.model_check import run_model_check
+
+            return run_model_check(model_class, _option("model_arguments", model_config) or {})
         from vembed.tools.doctor import run_doctor
 
         return run_doctor(config, nproc)

@@ -21,10 +21,20 @@ def init(
     column_mapping: ColumnMapping = "",
     output: Annotated[str, typer.Option(help="The config to write.")] = "vembed.yaml",
     force: Annotated[bool, typer.Option("--force", help="Write over an existing file.")] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Train a tokenizer on the data instead, and write it to this folder.")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(min=300, help="Its size.")] = 8192,
 ) -> None:
     """Write a commented starter config for a kind of model and a data file, whose columns are guessed by content."""
 
     def call() -> None:
+        if tokenizer is not None:
+            from vembed.tools.train_tokenizer import run_train_tokenizer
+
+            count = run_train_tokenizer(data, tokenizer, vocab_size)
+            sys.stdout.write(f"wrote {tokenizer}: {count:,d} tokens; use it with tokenizer_name: {tokenizer}\n")
+            return
         from vembed.tools.init import run_init
 
         mapping = column_mapping_of(column_mapping) or {}

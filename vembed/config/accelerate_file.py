@@ -85,9 +85,13 @@ def presets_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
+TRAINING_CONFIGS = ("free_transformer",)
+"""Files beside the presets that are training configs."""
+
+
 def preset_names() -> list[str]:
     """Return the names of the presets that `accelerate_config` accepts."""
-    return sorted(path.stem for path in presets_folder().glob("*.yaml"))
+    return sorted(path.stem for path in presets_folder().glob("*.yaml") if path.stem not in TRAINING_CONFIGS)
 
 
 def find_accelerate_file(name: str) -> Path:

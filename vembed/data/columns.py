@@ -40,6 +40,8 @@ GUESSES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Likely column names that are not read automatically; used for advice and by `vembed init`."""
 
+TEXT = "text"
+"""Column of records that are one text, for runs without pairs."""
 _NUMBERED_NEGATIVE = re.compile(r"(neg|negative)_(\d+)")
 _LAYOUTS_KEPT = 1024
 _ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names}
@@ -79,10 +81,14 @@ class Layout:
 class Columns:
     """Assignment of a source's columns to the parts of a record, with a list of unused columns."""
 
-    def __init__(self, mapping: Mapping[str, str] | None = None, *, may_miss: bool = False) -> None:
+    def __init__(
+        self, mapping: Mapping[str, str] | None = None, *, may_miss: bool = False, texts_alone: bool = False
+    ) -> None:
         """`mapping`: column_mapping, names in the file -> names in COLUMNS. `may_miss`: the mapping serves several
-        sources, and this one need not have all of its names."""
+        sources, and this one need not have all of its names. `texts_alone`: a record may be a single `text`, which is
+        query and positive then."""
         self._mapping = _roles(mapping or {})
+        self._texts_alone = texts_alone
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._unused: dict[str, None] = {}
         self._not_seen = set() if may_miss else set(self._mapping)
@@ -146,6 +152,11 @@ class Columns:
         )
         if not are_sentences and "label" not in mapped:
             found["score"] = [name for name in found["score"] if name != "label"]
+        if self._texts_alone:
+            if not found["query"] and not found["query_image"] and TEXT in present:
+                found["query"] = [TEXT]
+            if not found["positive"] and not found["positive_image"]:
+                found["positive"], found["positive_image"] = found["query"], found["query_image"]
         layout = Layout(
             **{role: found[role][0] if found[role] else None for role in COLUMNS if role != "negative"},
             negatives=tuple(found["negative"]),

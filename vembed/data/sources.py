@@ -218,11 +218,12 @@ def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Pat
     mapping = config.column_mapping if source.column_mapping is None else source.column_mapping
     # A mapping for several files need not match each of them; validation data may use vembed's own names.
     may_miss = (not alone or role == "validation") and source.column_mapping is None
-    columns = Columns(mapping, may_miss=may_miss)
+    own = source_config(config, source)
+    texts_alone = role == "train" and losses_of(own) == ("none",)
+    columns = Columns(mapping, may_miss=may_miss, texts_alone=texts_alone)
     reader = open_reader(source.path, columns, role, cache)
     stamps = tuple(FileStamp.of(path) for path in reader.files())
     images = ImageRoot(config.image_root or str(reader.folder), allow_urls=config.allow_image_urls)
-    own = source_config(config, source)
     losses, max_negatives = (losses_of(own), own.max_negatives) if role == "train" else ((), None)
     form = RecordFormat(
         columns,

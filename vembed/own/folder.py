@@ -61,7 +61,7 @@ def own_folder(config: TrainConfig, source: Path | None, tokenizer: Path | None)
     texts = "input_ids" in accepted_inputs(code.value)
     files = _tokenizer_files(tokenizer or source, config, needed=texts)
     weights = () if source is None else sorted(source.glob("*.safetensors"))
-    settings = _settings(code, arguments)
+    settings = settings_of(code, arguments)
     identity = [settings, [[path.name, _digest(path)] for path in (*files, *weights, *code_files(code))]]
     name = f"{code.name}-{hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()}"
     folder = _cache() / name
@@ -134,7 +134,7 @@ def code_files(code: OwnCode) -> list[Path]:
 # ---- facts about the class -----------------------------------------------------------------------------------------
 
 
-def _settings(code: OwnCode, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(code: OwnCode, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json. What the module gives is tried on two short inputs, without weights where that works."""
     module, hidden = _try_out(code, arguments)
     accepted = accepted_inputs(code.value)

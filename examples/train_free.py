@@ -1,0 +1,93 @@
+"""Pre-train the Free Transformer by its own losses, then fine-tune it as an embedding model.
+
+    python examples/train_free.py --config configs/free_transformer.yaml
+    torchrun --nproc_per_node=auto examples/train_free.py --config configs/free_transformer.yaml --use-fsdp
+
+The texts are the docstrings and functions of this Python's own standard library, so that nothing is downloaded.
+Options of vembed may follow: `max_steps=20 learning_rate=1e-3`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import yaml
+
+import vembed
+from vembed.tools.demo_data import split_by_module, standard_library_pairs, write_pairs
+from vembed.tools.train_tokenizer import train_tokenizer
+from vembed.training.callbacks import StepInfo
+
+NUM_PAIRS, NUM_VALIDATION = 600, 120
+
+
+def main() -> None:
+    """Run both stages on this process of the group."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True, help="configs/free_transformer.yaml, or one like it")
+    parser.add_argument("--use-fsdp", action="store_true", help="shard the model over the processes")
+    parser.add_argument("--baseline", action="store_true", help="the same decoder without Z")
+    parser.add_argument("--output", help="folder of the run; default: checkpoints/free or checkpoints/baseline")
+    given, options = parser.parse_known_args()
+    rank = int(os.environ.get("RANK", "0"))
+    config = yaml.safe_load(Path(given.config).read_text(encoding="utf-8"))
+    output = Path(given.output or ("checkpoints/baseline" if given.baseline else "checkpoints/free"))
+    data = output / "data"
+    if rank == 0:
+        prepare(data, config["model_config"]["vocab_size"])
+    wait_for(data / "ready")
+    options = [f"tokenizer_name={data / 'tokenizer'}", "overwrite=true", *options]
+    if given.use_fsdp:
+        options.append("use_fsdp=true")
+    if given.baseline:
+        options.append(f"model_config={json.dumps({**config['model_config'], 'use_latent': False})}")
+    pretrained = output / "pretrain"
+    stages = {
+        "pretrain": [f"data_path={data / 'texts.jsonl'}", f"output_dir={pretrained}"],
+        "embed": [
+            f"data_path={data / 'pairs.jsonl'}",
+            f"val_data_path={data / 'validation.jsonl'}",
+            f"output_dir={output / 'embed'}",
+            f"model_name={pretrained / 'final'}",
+        ],
+    }
+    for name, more in stages.items():
+        result = vembed.train(given.config, [f"stage={name}", *more, *options], on_step=show if rank == 0 else None)
+    if rank == 0:
+        print(f"model: {result.model_dir}")
+
+
+def show(info: StepInfo) -> None:
+    """Print the loss of a step."""
+    print(f"Loss: {info.loss:.4f}")
+
+
+def prepare(folder: Path, vocab_size: int) -> None:
+    """Write texts, pairs and a tokenizer that is trained on them."""
+    (folder / "ready").unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    train, validation = split_by_module(standard_library_pairs(), NUM_PAIRS, NUM_VALIDATION)
+    write_pairs(train, folder / "pairs.jsonl")
+    write_pairs(validation, folder / "validation.jsonl")
+    records = [json.loads(line) for line in (folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
+    texts = [text for record in records for text in (record["query"], record["positive"])]
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    train_tokenizer(texts, folder / "tokenizer", vocab_size=vocab_size)
+    (folder / "ready").touch()
+
+
+def wait_for(path: Path, seconds: float = 300.0) -> None:
+    """Wait until process 0 has written a file."""
+    until = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > until:
+            raise SystemExit(f"{path} was not written within {seconds:.0f} seconds")
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main()

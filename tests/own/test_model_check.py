@@ -1,0 +1,65 @@
+"""`vembed doctor --model-class`: good classes pass, and a broken rule gets the sentence that says which."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.docs.pages import ROOT
+from vembed.cli import app
+from vembed.tools.model_check import check_model
+
+FREE = f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer"
+SMALL = {"vocab_size": 300, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "latent_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("named", "arguments"),
+    [
+        (f"{ROOT / 'tests/own/bag.py'}:Bag", {}),
+        (f"{ROOT / 'tests/own/bag.py'}:Bag", {"dropout": 0.2}),
+        (f"{ROOT / 'tests/own/conv.py'}:Convolutions", {}),
+        (FREE, SMALL),
+        (FREE, {**SMALL, "use_latent": False}),
+    ],
+)
+def test_good_classes_pass(named: str, arguments: dict[str, object]) -> None:
+    found = list(check_model(named, arguments))
+    assert [broken for _, broken in found if broken] == [] and len(found) == 10
+    if named == FREE:
+        assert found[-1][0].endswith(": DecoderBlock")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    {
+        "Padded": "padding changes the result of Padded",
+        "Unused": r"no gradient reaches spare\.weight, spare\.bias of Unused",
+        "Hidden": "draws from a hidden generator",
+        "AlwaysDropped": "draws at random in evaluation mode too",
+        "MeanOfMeans": "the loss largest of MeanOfMeans is no sum over its inputs",
+        "Forgetful": "gives something else after saving and loading",
+    }.items(),
+)
+def test_a_broken_rule_gets_one_sentence(name: str, said: str) -> None:
+    broken = [sentence for _, sentence in check_model(f"{ROOT / 'tests/own/broken.py'}:{name}", {}) if sentence]
+    assert re.search(said, broken[0]) and "\n" not in broken[0]
+    assert len(broken) == 1 or name == "AlwaysDropped"
+
+
+def test_the_command(tmp_path: Path) -> None:
+    runner = CliRunner()
+    bag = f"{ROOT / 'tests/own/bag.py'}:Bag"
+    done = runner.invoke(app, ["doctor", "--model-class", bag, "--model-config", "{hidden_dim: 8}"])
+    assert done.exit_code == 0 and "10. layers for FSDP units and recomputation: none found" in done.output
+    done = runner.invoke(app, ["doctor", "--model-class", f"{ROOT / 'tests/own/broken.py'}:Padded"])
+    assert done.exit_code == 1 and "FAIL: padding changes the result" in done.output
+    done = runner.invoke(app, ["doctor", "--model-class", bag, "--model-config", "{size: 8}"])
+    assert done.exit_code == 2
+    (tmp_path / "texts.jsonl").write_text('{"text": "a red cat"}\n{"text": "two dogs"}\n')
+    words = ["init", "--data", str(tmp_path / "texts.jsonl"), "--tokenizer", str(tmp_path / "tokenizer")]
+    done = runner.invoke(app, [*words, "--vocab-size", "300"])
+    assert done.exit_code == 0 and (tmp_path / "tokenizer" / "tokenizer.json").is_file(), done.output
