@@ -63,18 +63,6 @@ def test_the_fourth_preset_of_document_c_is_a_config_of_three_lines() -> None:
     assert (config.strategy, config.num_machines, config.num_processes, config.sync_batchnorm) == ("ddp", 4, 8, True)
 
 
-@pytest.mark.parametrize("target", ["train-free-fsdp", "train-baseline-fsdp"])
-@pytest.mark.promise("E02", "E03")
-def test_make_targets_of_document_e(target: str) -> None:
-    command = ["make", "--no-print-directory", "-n", "-o", ".venv/.dev", target]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    words = done.stdout.strip().splitlines()[-1].split()
-    options = [word for word in words if re.match(r"\w+=", word) and not word.startswith("HF_")]
-    config = load_config({"model_name": "m", "data_path": "d"}, options)
-    assert "checkpoints/" in done.stdout
-    assert (config.use_fsdp, config.strategy) == ((True, "auto") if "free" in target else (False, "ddp"))
-
-
 # ---- runs ----------------------------------------------------------------------------------------------------------
 
 

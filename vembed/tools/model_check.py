@@ -212,7 +212,8 @@ class Trial:
     def _run(self, model: Any, inputs: Inputs, *, seed: int | None = None, with_graph: bool = False) -> OwnOutput:
         """Run in evaluation mode, or, with a seed, in training mode."""
         model.train(seed is not None)
-        with torch.set_grad_enabled(with_graph), torch.random.fork_rng(devices=[]):
+        # Without a seed the generator runs on, so that a draw in evaluation mode shows.
+        with torch.set_grad_enabled(with_graph), torch.random.fork_rng(devices=[], enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
             output: OwnOutput = model(**inputs)

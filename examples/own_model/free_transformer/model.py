@@ -138,14 +138,18 @@ class FreeTransformer(nn.Module):
         self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_dim)
         if config.use_latent:
-            self.zeta = nn.Parameter(torch.randn(config.hidden_dim))
+            self.zeta = nn.Parameter(0.02 * torch.randn(config.hidden_dim))
             self.encoder = nn.ModuleList([DecoderBlock(config)])
+            self.bits_norm = nn.RMSNorm(config.hidden_dim)
             self.to_bits = nn.Linear(config.hidden_dim, config.latent_bits)
             self.mapper = BinaryMapper(config)
             self.from_latent = nn.Linear(config.latent_dim, config.hidden_dim, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02 if "down" not in name else 0.02 / math.sqrt(config.num_layers))
+        if config.use_latent:  # bits that say something from the start, or the decoder learns to do without Z
+            nn.init.normal_(self.to_bits.weight, std=2 / math.sqrt(config.hidden_dim))
+            nn.init.normal_(self.from_latent.weight, std=0.2)
 
     @classmethod
     def from_config(cls, values: dict[str, Any]) -> FreeTransformer:
@@ -180,7 +184,9 @@ class FreeTransformer(nn.Module):
         z_logits = others = None
         if self.config.use_latent:
             if latent is None:
-                z_logits = self.to_bits(self.encoder[0](self.zeta.expand_as(x), is_token | own, x))  # (2)
+                z_logits = self.to_bits(
+                    self.bits_norm(self.encoder[0](self.zeta.expand_as(x), is_token | own, x))
+                )  # (2)
                 latent = self.mapper(z_logits)  # (3)
             others = x + self.from_latent(latent)  # (4)
         for number, block in enumerate(self.blocks[middle:]):
