@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
+from typer.testing import CliRunner
 
 import vembed
 from tests import tiny
@@ -22,6 +24,7 @@ from tests.own.bag import Bag
 from tests.own.conv import Convolutions
 from tests.parity.engine import BATCH_NUMBER, SEED, Case, build, examples, full_gradients, plain_batch, worst_error
 from tests.tiny_tokenizers import texts, wordpiece_tokenizer
+from vembed.cli import app
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.data.batches import rank_rows
@@ -267,3 +270,21 @@ def test_a_class_without_a_file_is_refused(place: Path) -> None:
     with pytest.raises(vembed.UserError, match=r"is not a class of torch\.nn\.Module"):
         vembed.train(options(place, "wrong", model_class=f"{ROOT / 'tests/own/bag.py'}:Tensor"))
     assert Convolutions  # imported: a class of a file is the same object however it is named
+
+
+def test_adapters_are_merged_and_a_run_is_planned_and_resumed(place: Path) -> None:
+    """The other ways into a run: adapters on a module without layers, `plan`, a checkpoint, `eval`."""
+    values = options(place, "adapted", model_class=BAG, use_lora=True, lora_r=2, save_steps=1, eval_before=False)
+    vembed.train(values)
+    folder = place / "adapted" / "final"
+    assert (folder / "adapter").is_dir()
+    vector = vembed.Embedder(folder, trust_remote_code=True).encode(["a red cat"])
+    assert vector.shape == (1, 16)
+    result = vembed.train({**values, "max_steps": 3, "resume": True, "resume_anyway": True})
+    assert result.steps == 3
+    (place / "cfg.yaml").write_text(yaml.safe_dump({**values, "output_dir": str(place / "planned")}))
+    runner = CliRunner()
+    planned = runner.invoke(app, ["plan", str(place / "cfg.yaml")])
+    assert planned.exit_code == 0 and "fits" in planned.output, planned.output
+    checked = runner.invoke(app, ["train", str(place / "cfg.yaml"), "--dry-run"])
+    assert checked.exit_code == 0 and f"model_class: {BAG}" in checked.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from vembed.errors import UserError
 from vembed.families.description import IMAGE_TOWER_FOLDER, ModelDescription
 from vembed.families.model_settings import LIBRARY_ERRORS, first_sentence
 from vembed.families.weight_files import read_object
+from vembed.models.backbone_loading import quiet_transformers
+from vembed.own.folder import is_own
 
 PROCESSOR_FILES = (
     "processor_config.json",
@@ -40,12 +43,14 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     source = description.source
     try:
         # Pass these at loading: set later, they would be missing from the saved tokenizer.
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source,
-            trust_remote_code=description.trust_remote_code,
-            model_max_length=description.max_length,
-            padding_side=description.padding_side,
-        )
+        # Transformers does not know the model type of an own model, and warns of it.
+        with quiet_transformers() if is_own(Path(source)) else nullcontext():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                source,
+                trust_remote_code=description.trust_remote_code,
+                model_max_length=description.max_length,
+                padding_side=description.padding_side,
+            )
     except Exception as error:
         # The tokenizers library raises plain Exception for files that it cannot use.
         if type(error) is not Exception and not isinstance(error, LIBRARY_ERRORS):
