@@ -1,5 +1,8 @@
-"""python -m tests.stress.chaos: a real run killed, stopped and damaged at random moments until it is done, and compared
-with the same run left in peace: no step missing or doubled, equal losses, equal weights, no process left over."""
+"""python -m tests.stress.chaos: a real run killed, stopped, halted, cut off from the disk and damaged until it is done.
+
+Then it is compared with the same run left in peace: no step missing or doubled, equal losses, equal weights, no process
+left over.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 from safetensors.torch import load_file
@@ -25,6 +30,11 @@ STEPS_PER_ROUND = 4
 PATIENCE_SECONDS = 120.0
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-5
+FAULTS = ("kill", "kill all", "launcher", "stop", "halt", "evaluation", "disk")
+"""One per round in turn: SIGKILL to one process, to all, to the launcher alone; SIGTERM to one; SIGSTOP of a rank for a
+moment; SIGKILL in an evaluation; a limit on the size of files, as a disk that fills up in the checkpoint."""
+SMALL_FILES = 100_000
+"""Bytes; less than a checkpoint's tensors, more than its index."""
 KEY_BIAS_TOLERANCE = 2e-4
 """The gradient of an attention key's bias is zero in exact arithmetic: what moves it is rounding."""
 
@@ -33,9 +43,7 @@ KEY_BIAS_TOLERANCE = 2e-4
 class Story:
     """What was done to the run, for the summary."""
 
-    killed: int = 0
-    stopped: int = 0
-    truncated: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
     starts: list[str] = field(default_factory=list)
 
 
@@ -57,22 +65,28 @@ def chaos(folder: Path, rounds: int, draw: random.Random) -> Story:
     finish(start(config, whole, 1, "ddp"))
     story = Story()
     for number in range(rounds):
-        nproc, strategy = draw.choice([1, 2, 3]), draw.choice(["ddp", "fsdp"])
-        story.starts.append(f"{strategy}-{nproc}")
-        process = start(config, broken, nproc, strategy)
+        nproc, strategy, fault = draw.choice([1, 2, 3]), draw.choice(["ddp", "fsdp"]), FAULTS[number % len(FAULTS)]
+        story.starts.append(f"{strategy}-{nproc} {fault}")
+        process = start(config, broken, nproc, strategy, has_small_disk=fault == "disk")
         wait_for_steps(process, broken, last_step(broken) + draw.randint(0, STEPS_PER_ROUND))
-        time.sleep(draw.random() * 0.2)
-        hurt(process, draw, story)
+        if fault == "evaluation":
+            wait_for_evaluation(process, broken)
+        else:
+            time.sleep(draw.random() * 0.2)
+        hurt(process, fault, draw, story)
         assert_nobody_left(broken)
         newest = max(broken.glob("checkpoint-*[0-9]"), key=step_of, default=None)
         if newest is not None and number % 5 == 4:
             victim = draw.choice(sorted(path for path in newest.iterdir() if path.stat().st_size))
             os.truncate(victim, draw.randrange(victim.stat().st_size))
-            story.truncated += 1
+            story.faults["damaged checkpoint"] += 1
         print(f"round {number + 1}: {story.starts[-1]}, step {last_step(broken)}, {exit_of(process)}", flush=True)
+    process = start(config, broken, 1, "ddp")
+    wait_for_final(process, broken)
+    hurt(process, "kill all", draw, story, as_what="final")
     finish(start(config, broken, 2, "ddp"))
     compare(whole, broken)
-    print(f"equal: {story.killed} kills, {story.stopped} stops, {story.truncated} damaged checkpoints")
+    print("equal after: " + ", ".join(f"{count} x {name}" for name, count in sorted(story.faults.items())))
     return story
 
 
@@ -85,6 +99,7 @@ def write_run(folder: Path, num_steps: int) -> Path:
         positive = " ".join([first, *draw.choices(WORDS, k=draw.randint(1, 20)), second])
         lines.append(json.dumps({"query": f"{first} {second}", "positive": positive}))
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "val.jsonl").write_text("\n".join(lines[:40]) + "\n")
     settings = {
         "model_name": str(tiny_bert(folder / "model", dropout=0.0)),
         "data_path": str(folder / "train.jsonl"),
@@ -95,6 +110,9 @@ def write_run(folder: Path, num_steps: int) -> Path:
         "adam_epsilon": 1e-4,
         "micro_batch_tokens": 64,
         "use_gradient_cache": True,
+        "val_data_path": str(folder / "val.jsonl"),
+        "eval_steps": 2,
+        "eval_batch_tokens": 64,
         "save_steps": 2,
         "logging_steps": 1,
         "resume": "auto",
@@ -105,15 +123,19 @@ def write_run(folder: Path, num_steps: int) -> Path:
     return path
 
 
-def start(config: Path, output: Path, nproc: int, strategy: str) -> subprocess.Popen[bytes]:
+def start(
+    config: Path, output: Path, nproc: int, strategy: str, *, has_small_disk: bool = False
+) -> subprocess.Popen[bytes]:
     """`vembed train` as a user starts it, in a process group of its own."""
     command = [sys.executable, "-m", "vembed", "train", str(config), f"output_dir={output}", f"strategy={strategy}"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     output.mkdir(exist_ok=True)
-    with (output / "console.txt").open("ab") as console:
+    limit = ["prlimit", f"--fsize={SMALL_FILES}"] if has_small_disk else []
+    with (output.parent / f"{output.name}.txt").open("ab") as console:
         return subprocess.Popen(
-            [*command, "--nproc", str(nproc)], stdout=console, stderr=console, env=environment, start_new_session=True
-        )
+            [*limit, *command, "--nproc", str(nproc)], stdout=console, stderr=console, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
@@ -128,20 +150,50 @@ def wait_for_steps(process: subprocess.Popen[bytes], output: Path, wanted: int) 
         time.sleep(0.05)
 
 
-def hurt(process: subprocess.Popen[bytes], draw: random.Random, story: Story) -> None:
-    """Kill one process of the run, or all, or ask it to stop; then wait for its end."""
+def wait_for_evaluation(process: subprocess.Popen[bytes], output: Path) -> None:
+    """Until a step is logged whose evaluation is not."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while process.poll() is None and time.monotonic() < end:
+        lines = [line for line in (output / "metrics.jsonl").read_bytes().splitlines() if line.endswith(b"}")]
+        if lines and b'"loss"' in lines[-1] and json.loads(lines[-1])["step"] % 2 == 0:
+            return
+        time.sleep(0.002)
+
+
+def wait_for_final(process: subprocess.Popen[bytes], output: Path) -> None:
+    """Until final/ is being written."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while process.poll() is None and time.monotonic() < end and not (output / ".final.new").exists():
+        time.sleep(0.002)
+
+
+def hurt(
+    process: subprocess.Popen[bytes], fault: str, draw: random.Random, story: Story, *, as_what: str | None = None
+) -> None:
+    """Do one of FAULTS to a run, and wait for its end. `as_what`: the name that is counted."""
     family = [process.pid, *(child.pid for child in children(process.pid))]
+    if process.poll() is None or fault == "disk":
+        story.faults[as_what or fault] += 1
     if process.poll() is None:
-        if draw.random() < 0.5:
-            story.killed += 1
-            victims = draw.choice([[draw.choice(family)], family])
-            for victim in victims:
-                send(victim, signal.SIGKILL)
-        else:
-            story.stopped += 1
+        if fault in ("kill", "evaluation"):
+            send(draw.choice(family), signal.SIGKILL)
+        elif fault == "kill all":
+            for one in family:
+                send(one, signal.SIGKILL)
+        elif fault == "launcher":
+            send(process.pid, signal.SIGKILL)
+        elif fault == "halt":
+            halted = draw.choice(family)
+            send(halted, signal.SIGSTOP)
+            time.sleep(1.0)
+            send(halted, signal.SIGCONT)
+            send(draw.choice(family), signal.SIGTERM)
+        elif fault == "stop":
             send(draw.choice(family), signal.SIGTERM)
     code = process.wait(timeout=PATIENCE_SECONDS)
-    assert code in (0, 1, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM), f"exit code {code}"
+    # 2: a full disk is found before anything is written.
+    allowed = (0, 1, 2) if fault == "disk" else (0, 1, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
+    assert code in allowed, f"exit code {code}"
 
 
 def children(pid: int) -> Iterator[psutil.Process]:
@@ -178,18 +230,18 @@ def last_step(output: Path) -> int:
     return max(steps_and_losses(output), default=0)
 
 
-def steps_and_losses(output: Path) -> dict[int, float]:
-    """Every logged step once; AssertionError where one is doubled."""
+def steps_and_losses(output: Path, key: str = "loss") -> dict[int, Any]:
+    """Every logged step, or evaluation, once; AssertionError where one is doubled."""
     path = output / "metrics.jsonl"
-    found: dict[int, float] = {}
+    found: dict[int, Any] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             values = json.loads(line)
         except ValueError:
             continue  # cut by a kill; resuming drops it
-        if "loss" in values:
+        if key in values:
             assert values["step"] not in found, f"step {values['step']} is there twice"
-            found[values["step"]] = values["loss"]
+            found[values["step"]] = values[key]
     return found
 
 
@@ -205,6 +257,8 @@ def exit_of(process: subprocess.Popen[bytes]) -> str:
 
 def compare(whole: Path, broken: Path) -> None:
     """Same steps, same losses, same weights."""
+    evaluations = steps_and_losses(whole, "eval"), steps_and_losses(broken, "eval")
+    assert list(evaluations[0]) == list(evaluations[1]), "evaluations are missing or doubled"
     wanted, found = steps_and_losses(whole), steps_and_losses(broken)
     assert list(found) == list(wanted), f"steps differ: {sorted(set(wanted) ^ set(found))}"
     worst = max(abs(found[step] - wanted[step]) / max(1.0, abs(wanted[step])) for step in wanted)
