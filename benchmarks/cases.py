@@ -49,6 +49,7 @@ CASES = (
     Case("natural-256", 256, steps=5),
     Case("natural-512", 512, steps=3),
     Case("uniform-128", 128, steps=4, uniform=True),
+    Case("uniform-192", 192, steps=4, uniform=True),
     Case("negatives-128", 128, steps=4, negatives=3),
     Case("mrl-128", 128, mrl=True),
     Case("cached-1024", 128, batch_size=1024, steps=2, cached=True),

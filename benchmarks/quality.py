@@ -18,6 +18,7 @@ from vembed.tools.demo import demo_model
 from vembed.tools.demo_data import split_by_module, standard_library_pairs, write_pairs
 
 CASE = Case("quality", 128, batch_size=64, steps=12)
+SIDES_BY_DEFAULT = ("vembed", "vembed-float32", "sentence-transformers")
 NUM_VAL = 600
 MARK = "RESULT "
 
@@ -33,7 +34,7 @@ def one(side: str, seed: int) -> float:
         folder = Path(name)
         write_pairs(val, folder / "val.jsonl")
         trained = SIDES[side](CASE, demo_model(), folder, rows, CASE.steps)
-        scores = vembed.evaluate(trained.folder, folder / "val.jsonl")
+        scores = vembed.evaluate(trained.folder, folder / "val.jsonl", torch_dtype="float32")
     return float(scores["ndcg@10"])
 
 
@@ -41,14 +42,15 @@ def main() -> None:
     """Print nDCG@10 of both sides by seed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--side", action="append", choices=SIDES, help=f"default: {', '.join(SIDES_BY_DEFAULT)}")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         print(MARK + json.dumps(one(arguments.one[0], int(arguments.one[1]))))
         return
     print(machine() + "\n", flush=True)
-    print("| seed | vembed nDCG@10 | sentence-transformers nDCG@10 |\n|---|---|---|")
-    found: dict[str, list[float]] = {"vembed": [], "sentence-transformers": []}
+    found: dict[str, list[float]] = {side: [] for side in arguments.side or SIDES_BY_DEFAULT}
+    print("| seed | " + " | ".join(f"{side} nDCG@10" for side in found) + " |\n|---|" + "---|" * len(found))
     for seed in range(arguments.seeds):
         for side, scores in found.items():
             command = [sys.executable, "-m", "benchmarks.quality", "--one", side, str(seed)]
@@ -56,8 +58,7 @@ def main() -> None:
             line = next(line for line in done.stdout.splitlines() if line.startswith(MARK))
             scores.append(json.loads(line.removeprefix(MARK)))
         print("| " + " | ".join([str(seed), *(f"{scores[-1]:.4f}" for scores in found.values())]) + " |", flush=True)
-    ours, theirs = (statistics.mean(scores) for scores in found.values())
-    print(f"| mean | {ours:.4f} | {theirs:.4f} |")
+    print("| mean | " + " | ".join(f"{statistics.mean(scores):.4f}" for scores in found.values()) + " |")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -53,7 +54,7 @@ Side = Callable[[Case, Path, Path, list[Row], int], Trained]
 """Function (case, model, empty folder, rows, steps) -> measurements."""
 
 
-def run_vembed(case: Case, model: Path, folder: Path, rows: list[Row], steps: int) -> Trained:
+def run_vembed(case: Case, model: Path, folder: Path, rows: list[Row], steps: int, precision: str = "auto") -> Trained:
     """Train the way a user does, with `vembed.train`."""
     import vembed
     from vembed.training.step import ContrastiveStep
@@ -93,6 +94,7 @@ def run_vembed(case: Case, model: Path, folder: Path, rows: list[Row], steps: in
                 "warmup_ratio": 0.0,
                 "weight_decay": 0.0,
                 "seed": SEED,
+                "mixed_precision": precision,
                 "logging_steps": 1,
                 "report_to": [],
                 "use_gradient_cache": True if case.cached else "auto",
@@ -109,7 +111,9 @@ def run_vembed(case: Case, model: Path, folder: Path, rows: list[Row], steps: in
     return trained
 
 
-def run_sentence_transformers(case: Case, model: Path, folder: Path, rows: list[Row], steps: int) -> Trained:
+def run_sentence_transformers(
+    case: Case, model: Path, folder: Path, rows: list[Row], steps: int, bf16: bool = False
+) -> Trained:
     """Train the way its documentation says: its trainer, matching loss, collator and defaults."""
     from datasets import Dataset
     from sentence_transformers import (
@@ -164,6 +168,7 @@ def run_sentence_transformers(case: Case, model: Path, folder: Path, rows: list[
         save_strategy="no",
         report_to="none",
         use_cpu=True,
+        bf16=bf16,
         disable_tqdm=True,
         batch_sampler=in_order,
     )
@@ -212,27 +217,35 @@ def run_plain(case: Case, model: Path, folder: Path, rows: list[Row], steps: int
 
 SIDES: dict[str, Side] = {
     "vembed": run_vembed,
+    "vembed-float32": partial(run_vembed, precision="no"),
     "sentence-transformers": run_sentence_transformers,
+    "sentence-transformers-bf16": partial(run_sentence_transformers, bf16=True),
     "plain": run_plain,
 }
+IN_FLOAT32 = {"vembed": "vembed-float32", "sentence-transformers-bf16": "sentence-transformers"}
+"""The side that does the same in float32, by which losses are compared before anything is timed."""
 
 
-def encode_vembed(model: Path, texts: list[str], max_length: int) -> tuple[float, np.ndarray]:
+def encode_vembed(
+    model: Path, texts: list[str], max_length: int, precision: Literal["auto", "no"] = "auto"
+) -> tuple[float, np.ndarray]:
     """Return the seconds for the texts with a loaded model, and their embeddings."""
     import vembed
 
-    embedder = vembed.Embedder(with_max_length(model, max_length))
+    embedder = vembed.Embedder(with_max_length(model, max_length), mixed_precision=precision)
     embedder.encode(texts[:32])
     began = time.perf_counter()
     return_value = embedder.encode(texts)
     return time.perf_counter() - began, return_value
 
 
-def encode_sentence_transformers(model: Path, texts: list[str], max_length: int) -> tuple[float, np.ndarray]:
+def encode_sentence_transformers(
+    model: Path, texts: list[str], max_length: int, dtype: str = "float32"
+) -> tuple[float, np.ndarray]:
     """Return the same for the peer. Its `encode` sorts by length, in batches of 32."""
     from sentence_transformers import SentenceTransformer
 
-    network = SentenceTransformer(str(with_max_length(model, max_length)), device="cpu")
+    network = SentenceTransformer(str(with_max_length(model, max_length)), device="cpu", model_kwargs={"dtype": dtype})
     network.encode(texts[:32])
     began = time.perf_counter()
     embeddings = network.encode(texts)
@@ -246,4 +259,9 @@ def with_max_length(model: Path, max_length: int) -> Path:
     return model
 
 
-ENCODERS = {"vembed": encode_vembed, "sentence-transformers": encode_sentence_transformers}
+ENCODERS: dict[str, Callable[[Path, list[str], int], tuple[float, np.ndarray]]] = {
+    "vembed": encode_vembed,
+    "vembed-float32": partial(encode_vembed, precision="no"),
+    "sentence-transformers": encode_sentence_transformers,
+    "sentence-transformers-bf16": partial(encode_sentence_transformers, dtype="bfloat16"),
+}

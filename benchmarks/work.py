@@ -12,14 +12,21 @@ from vembed.config.schema import TrainConfig
 from vembed.data import microbatches
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
+from vembed.distributed.devices import bf16_instructions
+from vembed.distributed.placement import Precision, precision_of_use
 from vembed.families.decisions import describe
 from vembed.tools.demo import demo_model
 from vembed.training.budget import CPU_MICRO_BATCH_TOKENS
 
 
-def matrix_peak() -> float:
-    """Return the FLOP/s of a float32 matrix product of the model's feed-forward size; the best of a few runs."""
-    left, right = torch.randn(4096, 384), torch.randn(384, 1536)
+def precision() -> Precision:
+    """Return the precision that `mixed_precision: auto` takes for the model of the cases on this machine."""
+    return precision_of_use(str(demo_model()), torch.device("cpu"), bf16_instructions()).value
+
+
+def matrix_peak(dtype: torch.dtype = torch.float32) -> float:
+    """Return the FLOP/s of a matrix product of the model's feed-forward size; the best of a few runs."""
+    left, right = torch.randn(4096, 384, dtype=dtype), torch.randn(384, 1536, dtype=dtype)
     best = float("inf")
     for _ in range(30):
         began = time.perf_counter()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases import Case, model_without_dropout, rows_of
-from benchmarks.sides import ENCODERS, SIDES, FirstBatch, Trained
+from benchmarks.sides import ENCODERS, IN_FLOAT32, SIDES, FirstBatch, Trained
 from vembed.tools.demo import demo_model
 
 MARK = "ANSWER "
@@ -33,7 +33,7 @@ def train_task(side: str, case: Case, agreement_steps: int, folder: Path) -> Ans
     agreed = Trained()
     if agreement_steps:
         rows = rows_of(case, agreement_steps)
-        agreed = SIDES[side](case, folder / "no-dropout", folder / "agree", rows, agreement_steps)
+        agreed = SIDES[IN_FLOAT32.get(side, side)](case, folder / "no-dropout", folder / "agree", rows, agreement_steps)
     rows = rows_of(case, case.steps, skip=agreement_steps)
     try:
         trained = SIDES[side](case, demo_model(), folder / "timed", rows, case.steps)
