@@ -29,6 +29,7 @@ Options = dict[str, Any]
 LORA: Options = {"use_lora": True}
 SEARCHED: dict[str, list[Options]] = {
     "rate": [{"learning_rate": value} for value in (1e-5, 2e-5, 1e-4, 2e-4)],
+    "scratch": [{"learning_rate": value} for value in (1e-4, 2e-3, 5e-3)],
     "lora": [{**LORA, "learning_rate": value} for value in (2e-4, 1e-3)],
     "lora_r": [{**LORA, "lora_r": value} for value in (4, 64)],
     "epochs": [{"epochs": value} for value in (1, 3, 12)],
