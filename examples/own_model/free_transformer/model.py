@@ -146,10 +146,11 @@ class FreeTransformer(nn.Module):
             self.from_latent = nn.Linear(config.latent_dim, config.hidden_dim, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02 if "down" not in name else 0.02 / math.sqrt(config.num_layers))
+                # About 0.03 at 1024 dimensions; by the width, so that small models learn as fast.
+                depth = math.sqrt(2 * config.num_layers) if "down" in name or "out" in name else 1.0
+                nn.init.normal_(parameter, std=1 / (depth * math.sqrt(config.hidden_dim)))
         if config.use_latent:  # bits that say something from the start, or the decoder learns to do without Z
             nn.init.normal_(self.to_bits.weight, std=2 / math.sqrt(config.hidden_dim))
-            nn.init.normal_(self.from_latent.weight, std=0.2)
 
     @classmethod
     def from_config(cls, values: dict[str, Any]) -> FreeTransformer:
