@@ -25,15 +25,11 @@ def make_keys(rows: list[list[int]]) -> ContentKeys:
 
 @given(st.integers(1, 200), st.integers(1, 40), st.integers(0, 2**40), st.integers(0, 5))
 def test_every_example_once_but_the_last_incomplete_batch(size: int, batch: int, seed: int, epoch: int) -> None:
-    if size < batch:
-        with pytest.raises(UserError, match=f"{size:,d}.*{batch:,d}"):
-            BatchSchedule([size], batch, seed)
-        return
     batch_schedule = BatchSchedule([size], batch, seed)
     batches = epoch_of(batch_schedule, epoch)
-    assert batch_schedule.steps_per_epoch == size // batch
-    assert batch_schedule.num_left_out == size % batch
-    assert all(len(rows) == batch and rows.dtype == np.int64 for rows in batches)
+    assert batch_schedule.steps_per_epoch == max(1, size // batch)
+    assert batch_schedule.num_left_out == (size % batch if size >= batch else 0)
+    assert all(len(rows) == min(size, batch) and rows.dtype == np.int64 for rows in batches)
     drawn = np.concatenate(batches)
     assert len(set(drawn.tolist())) == len(drawn) == size - batch_schedule.num_left_out
     assert drawn.min() >= 0
@@ -127,9 +123,32 @@ def test_homogeneous_batches() -> None:
     assert len(set(drawn.tolist())) == len(drawn)
 
 
-def test_homogeneous_refuses_a_source_that_would_never_be_drawn() -> None:
-    with pytest.raises(UserError, match=r"small\.jsonl.*7.*10"):
-        BatchSchedule([100, 7], 10, 0, homogeneous=True, names=["big.jsonl", "small.jsonl"])
+def test_data_smaller_than_a_batch_are_one_batch_and_the_log_says_so() -> None:
+    batch_schedule = BatchSchedule([7], 10, 0)
+    assert sorted(batch_schedule.batch(3, 0).tolist()) == list(range(7))
+    assert "1 per epoch" in batch_schedule.summary()
+    assert "smallest batch has 7, since there are 7 in all" in batch_schedule.summary()
+
+
+def test_homogeneous_batches_keep_a_source_that_fills_none() -> None:
+    batch_schedule = BatchSchedule([100, 7], 10, 0, homogeneous=True, names=["big.jsonl", "small.jsonl"])
+    assert sorted(len(rows) for rows in epoch_of(batch_schedule, 0)) == [7] + 10 * [10]
+    assert "small.jsonl has 7" in batch_schedule.summary()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "homogeneous", "lengths"), [([25], False, [10, 10, 5]), ([12, 11], True, [1, 2, 10, 10])]
+)
+def test_incomplete_batches_are_kept_with_drop_last_false(
+    sizes: list[int], homogeneous: bool, lengths: list[int]
+) -> None:
+    batch_schedule = BatchSchedule(sizes, 10, 0, homogeneous=homogeneous, drop_last=False)
+    for epoch in range(2):
+        batches = epoch_of(batch_schedule, epoch)
+        assert sorted(map(len, batches)) == sorted(lengths)
+        assert sorted(np.concatenate(batches).tolist()) == list(range(sum(sizes)))
+    assert batch_schedule.num_left_out == 0
+    assert batch_schedule.smallest_batch == min(lengths)
 
 
 @settings(max_examples=60)
@@ -138,11 +157,14 @@ def test_homogeneous_refuses_a_source_that_would_never_be_drawn() -> None:
     st.integers(1, 6),
     st.integers(0, 9),
     st.booleans(),
+    st.booleans(),
 )
-def test_no_duplicates(rows: list[list[int]], batch: int, seed: int, homogeneous: bool) -> None:
+def test_no_duplicates(rows: list[list[int]], batch: int, seed: int, homogeneous: bool, drop_last: bool) -> None:
     sizes = [len(rows) // 2, len(rows) - len(rows) // 2]
     try:
-        batch_schedule = BatchSchedule(sizes, batch, seed, keys=make_keys(rows), homogeneous=homogeneous)
+        batch_schedule = BatchSchedule(
+            sizes, batch, seed, keys=make_keys(rows), homogeneous=homogeneous, drop_last=drop_last
+        )
     except UserError as error:
         assert "no_duplicates" in str(error)
         return
@@ -168,6 +190,32 @@ def test_no_duplicates_loses_only_the_remainder() -> None:
     assert batch_schedule.num_left_out == 20_000 % 512
     for indices in epoch_of(batch_schedule, 1):
         assert len(set(documents[indices].tolist())) == 512
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_seven_positives_per_query_lose_no_more_than_the_remainder(drop_last: bool) -> None:
+    # 1,077 rows: queries occur seven times (the last one six), documents three or four times.
+    rows = [[i // 7, 10_000 + (7 * i) % 300] for i in range(1077)]
+    batch_schedule = BatchSchedule([1077], 32, seed=42, keys=make_keys(rows), drop_last=drop_last)
+    assert batch_schedule.num_left_out == (1077 % 32 if drop_last else 0)
+    for epoch in range(3):
+        batches = epoch_of(batch_schedule, epoch)
+        assert len(batches) == (33 if drop_last else 34)
+        assert all(len({key for one in indices for key in rows[one]}) == 2 * len(indices) for indices in batches)
+    left_out = [set(range(1077)) - set(np.concatenate(epoch_of(batch_schedule, epoch)).tolist()) for epoch in (0, 1)]
+    assert left_out[0] != left_out[1] or not drop_last, "other examples in each epoch"
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=25), st.integers(1, 7), st.integers(0, 99))
+def test_groups_of_one_content_fill_as_many_batches_as_can_be_filled(groups: list[int], size: int, seed: int) -> None:
+    rows = [[number] for number, members in enumerate(groups) for _ in range(members)]
+    # So many batches can be filled as each group can give one member to, which Gale and Ryser proved to be enough.
+    possible = max((n for n in range(1, len(rows) + 1) if sum(min(g, n) for g in groups) >= n * size), default=0)
+    if possible == 0:
+        return
+    batch_schedule = BatchSchedule([len(rows)], size, seed, keys=make_keys(rows))
+    assert batch_schedule.steps_per_epoch == possible
 
 
 def test_no_duplicates_without_duplicates_changes_nothing() -> None:

@@ -159,7 +159,11 @@ class DataOptions(Frozen, title="data"):
     max_train_examples: PositiveInt | None = None
     """Use only this many examples, the first ones of each source. Default: all."""
     no_duplicates: bool = False
-    """Avoid equal contents in one global batch; an example with a duplicate is moved to a later batch."""
+    """Avoid equal contents in one global batch: examples with the same content go to different batches. At most the
+    last incomplete batch is left out wherever an arrangement exists; the log says how many."""
+    drop_last: bool = True
+    """Leave the last incomplete batch of an epoch out. `false`: train on it too. Data smaller than one batch are always
+    trained on as they are."""
     homogeneous_batches: bool = False
     """With several sources: draw every global batch from a single source."""
     sampling_alpha: Fraction = 1.0

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from vembed.data.arrangement import arrange, find_conflicts
 from vembed.errors import UserError
 
 EPOCHS_KEPT = 2
 """Number of epoch orders in memory. Batches are prepared ahead, so two epochs are in use at an epoch's end."""
-CHUNK = 65_536
 
 # Purpose of a random stream, part of its seed, so that no two streams are equal.
 _PASS, _MIX, _BATCHES = 1, 2, 3
@@ -30,19 +29,37 @@ class ContentKeys:
         """Return the keys of one example."""
         return self.values[self.starts[index] : self.starts[index + 1]]
 
-    def rows(self, indices: np.ndarray) -> Iterator[tuple[int, list[int]]]:
-        """Yield each example with its keys, in the order of `indices`."""
-        for first in range(0, len(indices), CHUNK):
-            chunk = indices[first : first + CHUNK]
-            begins = self.starts[chunk]
-            counts = self.starts[chunk + 1] - begins
-            ends = np.cumsum(counts)
-            # One gather for the whole chunk: position in the output, shifted to where its example begins in `values`.
-            flat = self.values[np.arange(ends[-1]) + np.repeat(begins - (ends - counts), counts)].tolist()
-            start = 0
-            for index, end in zip(chunk.tolist(), ends.tolist(), strict=True):
-                yield index, flat[start:end]
-                start = end
+    def of_all(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys of several examples, one after the other, and how many each has."""
+        begins = self.starts[indices]
+        counts = self.starts[indices + 1] - begins
+        ends = np.cumsum(counts)
+        # One gather: the position in the result, shifted to where the example begins in `values`.
+        return self.values[np.arange(ends[-1]) + np.repeat(begins - (ends - counts), counts)], counts
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches of one epoch: batch i holds examples[starts[i] : starts[i + 1]]."""
+
+    examples: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def of(cls, batches: Sequence[np.ndarray]) -> Batches:
+        """Join single batches."""
+        examples = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
+        return cls(examples, np.cumsum([0, *(len(one) for one in batches)]))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        return self.examples[self.starts[number] : self.starts[number + 1]]
+
+    def rows(self, numbers: np.ndarray | range) -> list[np.ndarray]:
+        """Return several batches."""
+        return [self[int(number)] for number in numbers]
 
 
 class BatchSchedule:
@@ -50,8 +67,9 @@ class BatchSchedule:
 
     A source of weight w contributes w times its size to each epoch. It is drawn in random passes that continue over
     epochs, so that no example repeats before all others of its source were drawn. With `homogeneous`, all examples of a
-    batch come from one source. With `keys`, no two examples of a batch share content: an example with a duplicate is
-    moved to a later batch. Examples that do not fill a batch at the end of an epoch are dropped from that epoch.
+    batch come from one source. With `keys`, no two examples of a batch share content: examples of the same content go
+    to different batches. Examples that do not fill a batch at the end of an epoch are dropped from that epoch; with
+    `drop_last=False`, or where there is no other batch, they make a smaller one.
     """
 
     def __init__(
@@ -64,29 +82,31 @@ class BatchSchedule:
         names: Sequence[str] | None = None,
         homogeneous: bool = False,
         keys: ContentKeys | None = None,
+        drop_last: bool = True,
     ) -> None:
         self.sizes = tuple(sizes)
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.homogeneous = homogeneous
         self.keys = keys
+        self.drop_last = drop_last
         self._first = np.cumsum([0, *self.sizes])
         self._num_drawn = [
             max(1, round(size * weight)) for size, weight in zip(sizes, weights or [1.0] * len(self.sizes), strict=True)
         ]
-        self._orders: dict[int, np.ndarray] = {}
+        self._names = names or [f"source {number}" for number in range(1, len(self.sizes) + 1)]
+        self._orders: dict[int, Batches] = {}
         self._lock = threading.Lock()
-        self._check(names or [f"source {number}" for number in range(1, len(self.sizes) + 1)])
         # Per group of sources; a group is one source, or all of them mixed.
-        drawn = self._num_drawn if homogeneous else [sum(self._num_drawn)]
-        self._num_batches = [num // global_batch_size for num in drawn]
-        if keys is not None:
-            self._num_batches = [len(batches) for batches in self._groups(0)]
+        first = self._groups(0)
+        self._num_batches = [len(group) for group in first]
         self.steps_per_epoch = sum(self._num_batches)
+        self.smallest_batch = min(int(np.diff(group.starts).min()) for group in first)
+        """Number of examples of the smallest batch."""
         self.num_drawn = sum(self._num_drawn)
         """Number of examples drawn per epoch."""
-        self.num_left_out = self.num_drawn - self.steps_per_epoch * global_batch_size
-        """Number of drawn examples that do not fill a batch and are dropped."""
+        self.num_left_out = self.num_drawn - sum(len(group.examples) for group in first)
+        """Number of drawn examples that are in no batch."""
 
     def batch(self, epoch: int, step: int) -> np.ndarray:
         """Return the int64 indices of the examples of one global batch, in order."""
@@ -99,8 +119,7 @@ class BatchSchedule:
                 while len(self._orders) >= EPOCHS_KEPT:
                     self._orders.pop(next(iter(self._orders)))
                 self._orders[epoch] = order
-        batch: np.ndarray = order[step].copy()
-        return batch
+        return order[step].copy()
 
     def source_of(self, index: int) -> int:
         """Return the number of the source that an example comes from."""
@@ -110,41 +129,55 @@ class BatchSchedule:
         """Return one line for the log."""
         line = f"batches: {self.steps_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"
         if self.num_left_out:
-            why = "the last incomplete batch of each source" if self.homogeneous else "the last incomplete batch"
+            reasons = ["the last incomplete batch of each source" if self.homogeneous else "the last incomplete batch"]
             if self.keys is not None:
-                why += ", and what could not be placed without duplicates"
+                reasons.append("what could not be placed without duplicates")
+            why = ", and ".join(reasons if self.drop_last else reasons[1:])
             line += f"; {self.num_left_out:,d} of {self.num_drawn:,d} are left out of each epoch ({why})"
+        if self.smallest_batch < self.global_batch_size:
+            line += f"; the smallest batch has {self.smallest_batch:,d}"
+            small = [
+                f"{name} has {num:,d}" if self.homogeneous else f"there are {num:,d}"
+                for name, num in self._group_sizes()
+                if num < self.global_batch_size
+            ]
+            if small:
+                line += f", since {' and '.join(small)} in all"
         return line
 
-    def _check(self, names: Sequence[str]) -> None:
-        batch = self.global_batch_size
-        way_out = "lower batch_size (or global_batch_size), or add data"
-        if sum(self._num_drawn) < batch:
-            raise UserError(
-                f"an epoch draws {sum(self._num_drawn):,d} examples, which do not fill one global batch of {batch:,d}: "
-                + way_out
-            )
-        for name, num_drawn in zip(names, self._num_drawn, strict=True):
-            if self.homogeneous and num_drawn < batch:
-                raise UserError(
-                    f"with homogeneous_batches, {name} gives {num_drawn:,d} examples to an epoch, which do not fill "
-                    f"one global batch of {batch:,d}: {way_out}, or set homogeneous_batches: false"
-                )
+    def _group_sizes(self) -> list[tuple[str, int]]:
+        """Return the name of each group of sources and how many examples an epoch draws from it."""
+        if self.homogeneous:
+            return list(zip(self._names, self._num_drawn, strict=True))
+        return [("all sources", sum(self._num_drawn))]
 
-    def _order(self, epoch: int) -> np.ndarray:
-        """Return the examples of an epoch: [steps_per_epoch, global_batch_size]."""
-        batches = np.concatenate(self._groups(epoch))
-        if len(self._num_batches) > 1:
-            return np.take(batches, self._shuffled(len(batches), _BATCHES, epoch), axis=0)
-        return batches
+    def _order(self, epoch: int) -> Batches:
+        """Return the batches of an epoch in their order."""
+        groups = self._groups(epoch)
+        if len(groups) == 1:
+            return groups[0]
+        batches = [batch for group in groups for batch in group.rows(range(len(group)))]
+        return Batches.of([batches[number] for number in self._shuffled(len(batches), _BATCHES, epoch)])
 
-    def _groups(self, epoch: int) -> list[np.ndarray]:
-        """Return [steps, global_batch_size] for each group of sources."""
+    def _groups(self, epoch: int) -> list[Batches]:
+        """Return the batches of each group of sources."""
         drawn = [self._draw(source, epoch) for source in range(len(self.sizes))]
         streams = drawn if self.homogeneous else [self._mix(drawn, epoch)]
         if self.keys is None:
-            return [_blocks(stream, self.global_batch_size) for stream in streams]
+            return [self._blocks(stream) for stream in streams]
         return [self._without_duplicates(group, stream, self.keys, epoch) for group, stream in enumerate(streams)]
+
+    def _blocks(self, stream: np.ndarray) -> Batches:
+        """Cut a stream into batches, in order."""
+        size = self.global_batch_size
+        starts = np.arange(0, len(stream) + 1, size)
+        if starts[-1] < len(stream) and self._keeps_incomplete(len(stream)):
+            starts = np.append(starts, len(stream))
+        return Batches(stream[: starts[-1]], starts)
+
+    def _keeps_incomplete(self, num_examples: int) -> bool:
+        """Return whether an incomplete batch is trained on: by choice, or where there is no other."""
+        return not self.drop_last or num_examples < self.global_batch_size
 
     def _draw(self, source: int, epoch: int) -> np.ndarray:
         """Return the examples of a source in an epoch: the next ones of its random passes."""
@@ -167,20 +200,24 @@ class BatchSchedule:
             mixed[source_of == source] = stream
         return mixed
 
-    def _without_duplicates(self, group: int, stream: np.ndarray, keys: ContentKeys, epoch: int) -> np.ndarray:
-        """Return [steps, global_batch_size] of one group, without common content inside a batch."""
-        size = self.global_batch_size
-        packed = np.array(list(pack(keys.rows(stream), size)), dtype=np.int64).reshape(-1, size)
+    def _without_duplicates(self, group: int, stream: np.ndarray, keys: ContentKeys, epoch: int) -> Batches:
+        """Return the batches of one group, without common content inside a batch."""
+        conflicts = find_conflicts(*keys.of_all(stream))
+        if not conflicts.keys:
+            return self._blocks(stream)
+        size, incomplete = self.global_batch_size, self._keeps_incomplete(len(stream))
+        most = len(stream) if epoch == 0 else self._num_batches[group]
+        arranged = [stream[rows] for rows in arrange(conflicts, size, most, drop_last=not incomplete)]
         if epoch == 0:
-            if not len(packed):
+            if not arranged:
                 raise UserError(_no_batch(stream, keys, size))
-            return packed
+            return Batches.of(arranged)
         # Every epoch must have as many batches as the first one, or step numbers would not map to epochs. If fewer
         # come out, batches of the first epoch are added.
-        num_missing = self._num_batches[group] - len(packed)
+        num_missing = most - len(arranged)
         if num_missing > 0:
-            return np.concatenate([packed, self._groups(0)[group][-num_missing:]])
-        return packed[: self._num_batches[group]]
+            arranged += self._groups(0)[group].rows(range(most - num_missing, most))
+        return Batches.of(arranged)
 
     def _shuffled(self, size: int, *stream: int) -> np.ndarray:
         """Return a permutation from raw bits and a stable sort: numpy guarantees only these across versions."""
@@ -188,56 +225,15 @@ class BatchSchedule:
         return np.argsort(bits.random_raw(size), kind="stable")
 
 
-def pack(rows: Iterator[tuple[int, list[int]]], size: int) -> Iterator[list[int]]:
-    """Yield full batches of examples without a common key. Deferred examples come before new ones."""
-    waiting: dict[int, deque[tuple[int, list[int]]]] = {}  # deferred examples by the key in conflict
-    more = True
-    while more or waiting:
-        batch: list[int] = []
-        used: set[int] = set()
-
-        def place(index: int, keys: list[int], batch: list[int] = batch, used: set[int] = used) -> bool:
-            if used.isdisjoint(keys):
-                used.update(keys)
-                batch.append(index)
-                return True
-            in_the_way = next(key for key in keys if key in used)
-            waiting.setdefault(in_the_way, deque()).append((index, keys))
-            return False
-
-        for key in list(waiting):
-            if len(batch) == size:
-                break
-            while key not in used and waiting[key]:
-                place(*waiting[key].popleft())
-            if not waiting[key]:
-                del waiting[key]
-        while len(batch) < size:
-            row = next(rows, None)
-            if row is None:
-                more = False
-                break
-            place(*row)
-        if len(batch) < size:
-            return
-        yield batch
-
-
 def rank_rows(num_rows: int, rank: int, world_size: int) -> slice:
     """Return the rows of a global batch for a rank. The sizes of the parts differ by at most one row."""
     return slice(rank * num_rows // world_size, (rank + 1) * num_rows // world_size)
 
 
-def _blocks(stream: np.ndarray, size: int) -> np.ndarray:
-    num_batches = len(stream) // size
-    return stream[: num_batches * size].reshape(num_batches, size)
-
-
 def _no_batch(stream: np.ndarray, keys: ContentKeys, size: int) -> str:
-    counts: Counter[int] = Counter()
-    for _, contents in keys.rows(stream):
-        counts.update(set(contents))
+    conflicts = find_conflicts(*keys.of_all(stream))
     return (
         f"no_duplicates: {len(stream):,d} examples do not fill one global batch of {size:,d} without content that "
-        f"occurs twice (one is in {max(counts.values()):,d} of {len(stream):,d}): lower batch_size, or turn it off"
+        f"occurs twice (one is in {conflicts.group_sizes.max():,d} of {len(stream):,d}): lower batch_size, or turn it "
+        "off"
     )

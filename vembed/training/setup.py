@@ -184,6 +184,7 @@ def schedule_batches(
         names=store.names,
         homogeneous=config.homogeneous_batches,
         keys=store.all_keys() if config.no_duplicates else None,
+        drop_last=config.drop_last,
     )
     log.info(batch_schedule.summary())
     steps = config.max_steps or math.ceil(epochs * batch_schedule.steps_per_epoch / config.gradient_accumulation_steps)
@@ -197,6 +198,11 @@ def schedule_batches(
     )
     if size < session.world_size:
         raise UserError(f"global_batch_size: {size} is less than the number of processes, {session.world_size}")
+    if batch_schedule.smallest_batch < session.world_size:
+        raise UserError(
+            f"the smallest batch has {batch_schedule.smallest_batch} of {size} examples, fewer than the "
+            f"{session.world_size} processes: use fewer processes, add data, or set drop_last: true"
+        )
     return batch_schedule, max(steps, 1)
 
 
