@@ -29,6 +29,7 @@ from vembed.models.quantized import is_quantized
 from vembed.tools.train_command import resolve_launch
 from vembed.training.checkpoint import Checkpointer
 from vembed.training.interrupts import Interrupts
+from vembed.training.logs import Outlets
 from vembed.training.trainer import Runtime, Trainer
 
 Options = Mapping[str, Any]
@@ -147,7 +148,7 @@ def build(options: Options) -> Built:
     log.setLevel(logging.INFO)
     try:
         with start_session(run) as session, Checkpointer(run.config, session) as checkpointer:
-            runtime = Runtime(session, checkpointer, Interrupts(run.config), Console(quiet=True))
+            runtime = Runtime(session, checkpointer, Interrupts(run.config), Outlets(Console(quiet=True), None))
             trainer = Trainer(run.config, runtime)
             return Built(run, trainer, handler.lines, torch.are_deterministic_algorithms_enabled())
     finally:
