@@ -245,6 +245,7 @@ GROUPS: dict[str, Options] = {
         "max_steps": None, "epochs": 2.0, "warmup_ratio": 0.5, "optim": "sgd", "scale_learning_rate": "linear",
         "base_batch_size": 3, "data_path": ["pairs.jsonl", "more.jsonl"], "homogeneous_batches": True,
     },
+    "dropped_rest": {"batch_size": 5},
     "kept_rest": {"drop_last": False, "batch_size": 5},
     "scaled": {"scale_learning_rate": "linear"},
     "two": {"data_path": ["pairs.jsonl", "more.jsonl"]},

@@ -123,7 +123,7 @@ BUILT: dict[str, Row] = {
     "max_negatives": ("many", lambda one: len(one.trainer.data.examples[0].negatives), 1),
     "max_train_examples": ("many", lambda one: len(one.trainer.data.examples), 30),
     "no_duplicates": ("many", lambda one: one.trainer.data.batch_schedule.keys is not None, True),
-    "drop_last": ("kept_rest", lambda one: one.trainer.data.batch_schedule.num_left_out, 0),
+    "drop_last": ("kept_rest", lambda one: one.trainer.data.batch_schedule.num_left_out, 0, "dropped_rest"),
     "homogeneous_batches": ("other", lambda one: len({index // 48 for index in first_ids(one)}), 1, "two"),
     "sampling_alpha": ("tempered", lambda one: one.trainer.data.batch_schedule._num_drawn, [32, 32], "two"),
     "num_workers": ("many", lambda one: one.trainer.stream.num_workers, 0),
