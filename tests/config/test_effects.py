@@ -278,7 +278,7 @@ def test_checkpoints_and_their_options(monkeypatch: pytest.MonkeyPatch, tmp_path
     changed = {**options, "resume": True, "learning_rate": 1e-3}
     with pytest.raises(UserError, match="learning_rate"):
         vembed.train(changed)
-    vembed.train({**changed, "resume_anyway": True})
+    vembed.train({**changed, "resume_anyway": True, "max_steps": 5})
     assert "resume_anyway: going on although" in log_of(run, "own.txt")
     started: list[Any] = []
     from vembed.training import checkpoint
