@@ -14,6 +14,7 @@ from vembed.cli_support import (
     BatchTokens,
     ColumnMapping,
     ImageRoot,
+    JsonCommand,
     Kind,
     Nproc,
     Shards,
@@ -296,6 +297,7 @@ def export(
 app.command()(cli_start.init)
 app.command(context_settings=WORDS_ARE_OURS)(cli_start.data)
 app.command()(cli_start.report)
+app.command(cls=JsonCommand)(cli_start.compare)
 
 
 @app.command(context_settings=WORDS_ARE_OURS)

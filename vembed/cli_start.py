@@ -1,4 +1,4 @@
-"""Verbs of the `vembed` command around a first run: init, data, report."""
+"""Verbs of the `vembed` command around a run: init, data, report, compare."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vembed.cli_support import ColumnMapping, column_mapping_of, end
+from vembed.cli_support import STANDARD_OUTPUT, ColumnMapping, JsonOutput, column_mapping_of, end, write_json
 
 
 def init(
@@ -79,5 +79,32 @@ def report(
         from vembed.report.report import write_report
 
         sys.stdout.write(f"wrote {write_report(run)}\n")
+
+    end(call)
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN ...", help="Folders of runs, finished or not; the first is the baseline."),
+    ],
+    output: Annotated[str | None, typer.Option("--output", "-o", help="The page. Default: comparison.html.")] = None,
+    json_file: JsonOutput = None,
+) -> None:
+    """Compare several runs on one page: curves, scores with intervals, settings that differ, queries won and lost."""
+
+    def call() -> None:
+        from vembed.report.several_page import score_lines, write_comparison
+        from vembed.report.several_runs import as_json, read_several
+
+        found = read_several(runs)
+        page = None
+        if output is not None or json_file is None:
+            page = write_comparison(found, output or "comparison.html")
+        if json_file is not None:
+            write_json(json_file, as_json(found))
+        if json_file != STANDARD_OUTPUT:
+            sys.stdout.write(score_lines(found))
+            sys.stdout.write(f"wrote {page}\n" if page else f"wrote {json_file}\n")
 
     end(call)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from vembed.errors import RunError, Stopped, UserError
 
@@ -25,6 +28,45 @@ ColumnMapping = Annotated[str, typer.Option(help="As the option of that name: {q
 ImageRoot = Annotated[str | None, typer.Option(help="Where relative image paths start, and must stay.")]
 BatchTokens = Annotated[int | None, typer.Option(min=1, help="Padded tokens per micro-batch.")]
 Kind = Annotated[str, typer.Option(help="query or document: which of the model's prompts to use.")]
+
+STANDARD_OUTPUT = "-"
+JsonOutput = Annotated[
+    str | None,
+    typer.Option(
+        "--json", metavar="[FILE.json]", help="The result as JSON: alone on standard output, or in this file."
+    ),
+]
+"""Of verbs whose class is JsonCommand."""
+
+
+class JsonCommand(TyperCommand):
+    """A verb whose `--json` stands alone or before the name of a file."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words; `--json` that no file follows means standard output."""
+        return super().parse_args(ctx, json_words(args))
+
+
+def json_words(words: Sequence[str]) -> list[str]:
+    """Return the words with a value for each `--json` that has none."""
+    found = list(words)
+    for number, one in enumerate(found):
+        following = found[number + 1] if number + 1 < len(found) else ""
+        if one == "--json" and following != STANDARD_OUTPUT and not following.endswith(".json"):
+            found[number] = f"--json={STANDARD_OUTPUT}"
+    return found
+
+
+def write_json(target: str, value: Any) -> None:
+    """Write a result to standard output or to a file."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
+    if target == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json {target} cannot be written: {error.strerror}") from error
 
 
 def open_closed_streams() -> None:

@@ -20,6 +20,9 @@ COLOURS = {
     "#040404": "var(--before)",
 }
 INK, GRID, ACCENT, BEFORE = COLOURS
+RUNS = tuple(f"#{number:02x}0a0a" for number in range(8))
+"""Colours of runs that are compared. With more runs they are used again, with dashed lines."""
+COLOURS |= {colour: f"var(--run-{number})" for number, colour in enumerate(RUNS)}
 STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -117,6 +120,36 @@ def evaluations_svg(steps: Sequence[int], values: Sequence[float], label: str, f
         axes.set_xlabel("step")
 
     return _svg(draw, f"{label} over the steps", "evaluations")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Curve of one of several runs, and the run's number."""
+
+    run: int
+    steps: Sequence[float]
+    values: Sequence[float]
+
+
+def runs_svg(lines: Sequence[Line], label: str, write: Callable[[float], str], *, has_points: bool = False) -> str:
+    """Return a plot of one quantity of several runs. `has_points`: mark every value, where they are few; otherwise long
+    curves are drawn as their running mean."""
+
+    def draw(axes: Axes) -> None:
+        for line in lines:
+            many = not has_points and len(line.values) >= SMOOTHED_FROM
+            colour, style = RUNS[line.run % len(RUNS)], "-" if line.run < len(RUNS) else "--"
+            if many:
+                axes.plot(line.steps, line.values, color=colour, alpha=0.2, linewidth=0.8)
+            values = _running_mean(line.values) if many else line.values
+            axes.plot(line.steps, values, style, color=colour, marker="o" if has_points else "", markersize=4)
+            axes.plot([line.steps[-1]], [line.values[-1]], "o", color=colour, markersize=4.5, clip_on=False)
+        axes.margins(x=0.03, y=0.15)
+        axes.set_xlim(left=0)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
+        axes.set_xlabel("step")
+
+    return _svg(draw, f"{label} of several runs over the steps", f"runs {label}")
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:

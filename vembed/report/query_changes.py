@@ -83,7 +83,12 @@ def read_queries(path: Path) -> Mapping[str, Any] | None:
 def compare_queries(folder: Path, first: int, last: int, metric: str) -> Comparison | None:
     """Return the comparison of the evaluations after two steps; None if one has no file."""
     before, after = read_queries(path_of(folder, first)), read_queries(path_of(folder, last))
-    if before is None or after is None or len(before["values"]) != len(after["values"]) or not before["values"]:
+    return None if before is None or after is None else compare_results(before, after, metric)
+
+
+def compare_results(before: Mapping[str, Any], after: Mapping[str, Any], metric: str) -> Comparison | None:
+    """Return the comparison of two evaluations of the same queries; None if their numbers differ."""
+    if len(before["values"]) != len(after["values"]) or not before["values"]:
         return None
     old, new = np.asarray(before["values"]), np.asarray(after["values"])
     names = [name for name in after["metrics"] if name in before["metrics"]]

@@ -126,7 +126,7 @@ def sentence(record: RunRecord) -> str:
     where = f"{summary.num_processes} process{'es' if summary.num_processes > 1 else ''}"
     text += f", {where} on {summary.device}." if summary.device else "."
     if summary.evaluation:
-        text += f" Measured on {_short_paths(summary.evaluation)}."
+        text += f" Measured on {short_paths(summary.evaluation)}."
     return text
 
 
@@ -140,16 +140,15 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
     last = record.steps[-1] if record.steps else {}
     final = record.final
     pairs = [
-        ("Model", _short_paths(summary.model or str(config.get("model_name", "")))),
+        ("Model", short_paths(summary.model or str(config.get("model_name", "")))),
         ("Trained", trained),
         (
             "Training data",
-            _short_paths("\n".join(line.removeprefix("data: ") for line in summary.data))
-            or _paths(config["data_path"]),
+            short_paths("\n".join(line.removeprefix("data: ") for line in summary.data)) or _paths(config["data_path"]),
         ),
         (
             "Evaluation data",
-            _short_paths(summary.evaluation or str(config.get("val_data_path") or f"none ({HOW_TO_EVALUATE})")),
+            short_paths(summary.evaluation or str(config.get("val_data_path") or f"none ({HOW_TO_EVALUATE})")),
         ),
         ("Loss", f"{config.get('loss', '')}, last value {last['loss']:.4f}" if _is_number(last.get("loss")) else ""),
         ("Weights kept", f"those after step {final.step:,d}" if final else ""),
@@ -229,8 +228,8 @@ def html(record: RunRecord, found: Comparison | None) -> str:
             scores_svg=_evaluations_svg(record),
             figures=figures,
             facts=facts(record),
-            changed=_short_paths(yaml.safe_dump(record.changed_settings(), sort_keys=False, allow_unicode=True)),
-            settings=Table(("option", "value"), tuple((k, _short_paths(_plain(v))) for k, v in record.config.items())),
+            changed=short_paths(yaml.safe_dump(record.changed_settings(), sort_keys=False, allow_unicode=True)),
+            settings=Table(("option", "value"), tuple((k, short_paths(plain(v))) for k, v in record.config.items())),
             versions=Table(("package", "version"), tuple(record.summary.versions.items())),
             model_dir=f"{record.folder.resolve().name}/final",
         )
@@ -260,7 +259,7 @@ def markdown(record: RunRecord, found: Comparison | None) -> str:
         parts += [f"## {metric_name(key)} by number of dimensions", _markdown_table(dims_table(record))]
     parts += ["## Run", "\n".join(f"- {name}: {value.replace(chr(10), '; ')}" for name, value in facts(record))]
     settings = yaml.safe_dump(record.changed_settings(), sort_keys=False, allow_unicode=True)
-    parts += ["## Settings", f"What differs from the defaults:\n\n```yaml\n{_short_paths(settings)}```"]
+    parts += ["## Settings", f"What differs from the defaults:\n\n```yaml\n{short_paths(settings)}```"]
     if record.summary.versions:
         parts += ["## Versions", ", ".join(f"{name} {version}" for name, version in record.summary.versions.items())]
     return "\n\n".join(parts) + "\n"
@@ -336,7 +335,7 @@ def _power(value: float) -> str:
     return f"{digits.removesuffix('.0')}e{int(power)}"
 
 
-def _short_paths(text: str) -> str:
+def short_paths(text: str) -> str:
     """Shorten absolute paths to their last parts."""
     return re.sub(r"(?<![^\s'\"\[{(,:])/[^\s'\",]*/(?=[^/\s])", "", text)
 
@@ -350,7 +349,8 @@ def _paths(value: Any) -> str:
     return "\n".join(short_name(str(entry["path"] if isinstance(entry, dict) else entry)) for entry in entries)
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """Format a value of the config."""
     if value is None:
         return ""
     return str(value).lower() if isinstance(value, bool) else str(value)
