@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vembed import cli_search, cli_start, cli_weights
+from vembed import cli_export, cli_search, cli_start, cli_weights
 from vembed.cli_support import (
     AnyModel,
     BatchTokens,
@@ -277,23 +277,8 @@ def plan(words: Words = None) -> None:
     _end(call)
 
 
-@app.command()
-def export(
-    model: Annotated[str, typer.Argument(help="A run, a checkpoint of one, a model folder or an adapter.")],
-    output: Annotated[str, typer.Argument(help="A new folder.")],
-    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into the weights.")] = False,
-) -> None:
-    """Copy a trained model into a folder of its own, or make one of a checkpoint; --merge merges its adapter."""
-
-    def call() -> None:
-        from vembed.tools.export import run_export
-
-        path = run_export(model, output, merge=merge)
-        sys.stdout.write(f"wrote {path}\n")
-
-    _end(call)
-
-
+app.command()(cli_export.export)
+app.command("check-server")(cli_export.check_server)
 app.command()(cli_start.init)
 app.command(context_settings=WORDS_ARE_OURS)(cli_start.data)
 app.command()(cli_start.report)

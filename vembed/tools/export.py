@@ -1,9 +1,10 @@
-"""`vembed export`: a copy of a trained model in a new folder, on request with its adapter merged into the weights."""
+"""`vembed export`: a trained model in a new folder: a copy, with its adapter merged, or in another format."""
 
 from __future__ import annotations
 
 import logging
 import shutil
+import sys
 from pathlib import Path
 
 from vembed.errors import UserError
@@ -39,3 +40,41 @@ def run_export(model: str, output: str, *, merge: bool = False) -> Path:
     embedder = load_embedder(model)
     state = embedder.state_dict()
     return save_model(target, embedder.description, embedder.backbone, embedder.head, state)
+
+
+def run_export_as(
+    model: str,
+    output: str,
+    form: str,
+    precision: str,
+    server: str,
+    *,
+    check: bool = True,
+    data: str | None = None,
+    tolerance: float | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Export `model` in a format, or for a server, and print the result of the check and the start command."""
+    if Path(output).exists():
+        raise UserError(f"{output} exists already; give a new folder")
+    from vembed.export.exporting import export_model, precision_of
+    from vembed.export.formats import FORMATS
+    from vembed.export.servers import FORMAT_OF, SERVER_NAMES, start_of
+    from vembed.tools.model_argument import usable_model
+
+    served = next((one for one in SERVER_NAMES if one == server), None)
+    wanted = FORMAT_OF[served] if served is not None else "safetensors"
+    chosen = next((one for one in FORMATS if one == form), wanted)
+    if served is not None and chosen != wanted:
+        raise UserError(f"--for {server} reads --format {wanted}, and --format {form} is asked for; leave one out")
+    with usable_model(model) as found:
+        done = export_model(
+            found, output, chosen, precision_of(precision), check=check, data=data, tolerance=tolerance,
+            server=served, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    for line in done.check.lines() if done.check is not None else ["not compared with the model (--no-check)"]:
+        sys.stdout.write(f"check: {line}\n")
+    sys.stdout.write(f"wrote {done.path}\n")
+    if served is not None:
+        start = start_of(served, done.path, done.description)
+        sys.stdout.write(f"start: {start.command}\n" + (f"note: {start.note}\n" if start.note else ""))

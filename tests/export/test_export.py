@@ -1,0 +1,226 @@
+"""`vembed export --format`: the graph holds everything, the check refuses what differs, other runtimes are named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+import vembed
+from tests.tiny import shared, texts, tiny_bert_st
+from vembed.cli import app
+from vembed.export import onnx_format
+from vembed.export.check import distances
+from vembed.export.onnx_format import OnnxFormat
+from vembed.export.safetensors_format import SafetensorsFormat
+
+QUERY_PROMPT = "red green: "
+
+
+def model_folder() -> Path:
+    return shared(_model)
+
+
+def _model(folder: Path) -> Path:
+    return tiny_bert_st(folder, prompts={"query": QUERY_PROMPT, "document": ""}, dense_dim=24)
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model in ONNX with evaluation data, by the command; traced once, because that takes seconds."""
+    place = tmp_path_factory.mktemp("export")
+    rows = [{"query": text, "positive": f"found {text}"} for text in texts(24)]
+    (place / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run("export", model_folder(), place / "onnx", "--format", "onnx", "--data", place / "val.jsonl")
+    assert done.exit_code == 0, done.output
+    (place / "said.txt").write_text(done.output)
+    return place / "onnx"
+
+
+def test_everything_is_inside_the_graph(exported: Path) -> None:
+    """Pooling, Dense, normalisation: the output of onnxruntime alone is what Embedder gives."""
+    import onnxruntime
+    from tokenizers import Tokenizer
+
+    model = vembed.Embedder(model_folder())
+    tokenizer = Tokenizer.from_file(str(exported / "tokenizer.json"))
+    prompts = json.loads((exported / "config_sentence_transformers.json").read_text())["prompts"]
+    session = onnxruntime.InferenceSession(exported / "model.onnx", providers=["CPUExecutionProvider"])
+    assert [one.name for one in session.get_outputs()] == ["sentence_embedding"]
+    for text in ("red", "a small bird in the garden"):
+        ids = np.array([tokenizer.encode(prompts["query"] + text).ids])
+        (found,) = session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})
+        np.testing.assert_allclose(found, model.encode([text], "query"), atol=1e-6)
+        assert found.shape == (1, 24)
+
+
+def test_the_check_is_printed_and_in_the_card(exported: Path) -> None:
+    said = (exported.parent / "said.txt").read_text()
+    assert "check: 200 texts through the model and through onnxruntime" in said
+    assert "largest cosine distance" in said and "nDCG@10 of the model" in said
+    card = (exported / "README.md").read_text()
+    assert "## Export" in card and "largest cosine distance" in card and "nDCG@10 of the model" in card
+    check = json.loads((exported / "export.json").read_text())["check"]
+    assert check["num_texts"] == 200 and check["largest_distance"] < 1e-6
+    assert check["ndcg_export"] == pytest.approx(check["ndcg_model"], abs=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["int8", "float16"])
+def test_smaller_precisions(precision: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_format, "_trace", lambda _, target: shutil.copyfile(exported / "model.onnx", target))
+    done = run("export", model_folder(), tmp_path / "small", "--format", "onnx", "--precision", precision)
+    assert done.exit_code == 0, done.output
+    sizes = [(folder / "model.onnx").stat().st_size for folder in (tmp_path / "small", exported)]
+    assert sizes[0] < sizes[1]
+    check = json.loads((tmp_path / "small" / "export.json").read_text())["check"]
+    assert 1e-9 < check["largest_distance"] < check["tolerance"], "it is not the float32 graph"
+
+
+def broken(write: Callable[..., None], breaks: Callable[[Path], None]) -> Callable[..., None]:
+    def broken_write(self: Any, job: Any, folder: Path) -> None:
+        write(self, job, folder)
+        breaks(folder)
+
+    return broken_write
+
+
+def without_prompt(folder: Path) -> None:
+    path = folder / "config_sentence_transformers.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"prompts": {"query": "", "document": ""}}))
+
+
+def with_other_pooling(folder: Path) -> None:
+    path = folder / "1_Pooling" / "config.json"
+    flags = {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | flags))
+
+
+def without_normalisation(folder: Path) -> None:
+    path = folder / "modules.json"
+    path.write_text(json.dumps([one for one in json.loads(path.read_text()) if "Normalize" not in one["type"]]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "breaks", "said"),
+    [
+        (OnnxFormat, without_prompt, "its query tokens"),
+        (SafetensorsFormat, with_other_pooling, "its pooling: cls instead of mean"),
+        (SafetensorsFormat, without_normalisation, "(normalisation)"),
+    ],
+)
+def test_a_broken_export_is_refused(
+    kind: type[Any],
+    breaks: Callable[[Path], None],
+    said: str,
+    exported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(onnx_format, "_trace", lambda _, target: shutil.copyfile(exported / "model.onnx", target))
+    monkeypatch.setattr(kind, "write", broken(kind.write, breaks))
+    form = "onnx" if kind is OnnxFormat else "safetensors"
+    done = run("export", model_folder(), tmp_path / "out", "--format", form)
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: the {form} export of") and said in done.stderr, done.stderr
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_a_runtime_that_is_not_there_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vembed.export import gguf_format, openvino_format
+
+    monkeypatch.setattr(openvino_format, "find_spec", lambda _: None)
+    monkeypatch.setattr(gguf_format.shutil, "which", lambda _: None)
+    for form, way in (
+        ("openvino", "pip install openvino"),
+        ("gguf", "git clone https://github.com/ggml-org/llama.cpp"),
+    ):
+        done = run("export", model_folder(), tmp_path / "out", "--format", form)
+        assert done.exit_code == 2 and way in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_for_a_server(tmp_path: Path) -> None:
+    done = run("export", model_folder(), tmp_path / "served", "--for", "vllm", "--precision", "bfloat16")
+    assert done.exit_code == 0, done.output
+    assert f"start: vllm serve {tmp_path / 'served'} --runner pooling --port 8080\n" in done.output
+    assert f"send {QUERY_PROMPT!r} before queries" in done.output
+    refused = run("export", model_folder(), tmp_path / "other", "--for", "tei", "--format", "onnx")
+    assert refused.exit_code == 2 and "--for tei reads --format safetensors" in refused.stderr
+
+
+# ---- check-server --------------------------------------------------------------------------------------------------
+
+
+class Handler(BaseHTTPRequestHandler):
+    """An embedding server: OpenAI's route or TEI's, with the model or another pooling."""
+
+    embed: Callable[[list[str]], np.ndarray]
+    route = "/v1/embeddings"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != self.route:
+            self.send_error(404)
+            return
+        rows = type(self).embed(body["input"] if "input" in body else body["inputs"]).tolist()
+        answer: Any = rows
+        if self.route != "/embed":
+            answer = {"data": [{"index": index, "embedding": row} for index, row in enumerate(rows)][::-1]}
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    model = vembed.Embedder(model_folder())
+    Handler.embed = staticmethod(lambda given: model.encode(given, prompt=""))  # type: ignore[assignment]
+    with HTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{running.server_port}"
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+def test_check_server(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for route in ("/v1/embeddings", "/embed"):
+        monkeypatch.setattr(Handler, "route", route)
+        done = run("check-server", server, model_folder())
+        assert done.exit_code == 0, done.output
+        assert "batch 1 of 14: 16 texts (query), cosine distance" in done.output
+        assert f"{server}{route} equals" in done.output
+    right = Handler.embed
+    monkeypatch.setattr(Handler, "embed", staticmethod(lambda given: right(given)[:, ::-1]))
+    done = run("check-server", server + "/embed", model_folder())
+    assert done.exit_code == 1 and "largest cosine distance" in done.stderr
+    monkeypatch.setattr(Handler, "embed", staticmethod(lambda given: right(given)[:, :8]))
+    done = run("check-server", server + "/embed", model_folder())
+    assert done.exit_code == 1 and "embeddings of [16, 8] for [16, 24]" in done.stderr
+    refused = run("check-server", "http://127.0.0.1:9", model_folder())
+    assert refused.exit_code == 2 and "does not answer" in refused.stderr
+
+
+def test_distances_of_broken_vectors_are_infinite() -> None:
+    good = np.ones((2, 3), np.float32)
+    assert distances(good, np.array([[1, 1, 1], [np.nan, 0, 0]], np.float32)).tolist() == [0.0, np.inf]

@@ -1,0 +1,1 @@
+"""Export of models into the formats of other runtimes, each compared with the model."""

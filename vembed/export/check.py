@@ -1,0 +1,190 @@
+"""compare(): an export in its own runtime against the model, on the same texts; what differs is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+import numpy as np
+
+from vembed.data.examples import Item, Kind
+from vembed.evaluation.dataset import EvalData, RetrievalData
+from vembed.evaluation.retrieval import retrieval_metrics
+from vembed.export.formats import ExportReader, WeightPrecision
+from vembed.families.table import Pooling
+from vembed.inference.embedder import Embedder
+from vembed.models.embedding_model import EmbeddingModel
+
+NUM_TEXTS = 200
+TOLERANCE: dict[WeightPrecision, float] = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 1e-2, "int8": 5e-2}
+"""Largest allowed cosine distance by the precision of the weights."""
+NUM_QUERIES, NUM_DOCUMENTS = 500, 2_000
+"""Most queries and documents for the nDCG of an export. Relevant documents are always among them."""
+METRIC = "ndcg@10"
+WORDS = (
+    "the a of red green small bird garden sorted list returns house river music number city window open close "
+    "value error file name 17 3.5 (x) data, model; query? document. Zurich naive tree between never always"
+)
+Texts = list[tuple[str, Kind]]
+Encode = Callable[[list[str], Kind], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of a comparison."""
+
+    runtime: str
+    num_texts: int
+    largest_distance: float
+    """Largest cosine distance between the two embeddings of a text."""
+    tolerance: float
+    worst_text: str
+    worst_kind: Kind
+    largest_length_error: float
+    """Largest relative difference of the lengths of the two embeddings."""
+    ndcg_model: float | None = None
+    ndcg_export: float | None = None
+    evaluation: str = ""
+
+    @property
+    def passes(self) -> bool:
+        """True if the export may be used in the model's place."""
+        return self.largest_distance <= self.tolerance and self.largest_length_error <= 10 * self.tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return what is printed and written into the card."""
+        found = [
+            f"{self.num_texts:,d} texts through the model and through {self.runtime}: largest cosine distance "
+            f"{self.largest_distance:.2g} (tolerance {self.tolerance:.2g})"
+        ]
+        if self.ndcg_model is not None and self.ndcg_export is not None:
+            found.append(
+                f"nDCG@10 of the model {self.ndcg_model:.4f}, of the export {self.ndcg_export:.4f} "
+                f"(difference {self.ndcg_export - self.ndcg_model:+.4f}; {self.evaluation})"
+            )
+        return found
+
+
+def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
+    """Return NUM_TEXTS texts: half queries and half documents of the evaluation data, filled up with made ones."""
+    found: Texts = []
+    if data is not None:
+        first, second = (data.queries, data.documents) if isinstance(data, RetrievalData) else (data.first, data.second)
+        kinds: tuple[tuple[Sequence[Item], Kind], ...] = ((first, "query"), (second, "document"))
+        for items, kind in kinds:
+            texts = dict.fromkeys(item.text for item in items if item.text and not item.images)
+            found += [(text, kind) for text in texts][: NUM_TEXTS // 2]
+    return found + made_texts(NUM_TEXTS - len(found), max_length)
+
+
+def made_texts(count: int, max_length: int) -> Texts:
+    """Return texts of one word up to more than `max_length` tokens; the same ones at every call."""
+    draw = np.random.default_rng(0)
+    words = WORDS.split()
+    longest = min(max_length, 512) + 8
+    lengths = [1, 2, 3, longest] + [int(draw.integers(1, min(longest, 40))) for _ in range(max(count - 4, 0))]
+    kinds: tuple[Kind, Kind] = ("query", "document")
+    return [(" ".join(draw.choice(words, length)), kinds[at % 2]) for at, length in enumerate(lengths[:count])]
+
+
+def encode_all(encode: Encode, texts: Texts) -> np.ndarray:
+    """Return [n, d] embeddings in the order of the texts; each kind is encoded together."""
+    found: list[Any] = [None] * len(texts)
+    for kind in get_args(Kind):
+        rows = [row for row, (_, own) in enumerate(texts) if own == kind]
+        if rows:
+            for row, vector in zip(rows, encode([texts[row][0] for row in rows], kind), strict=True):
+                found[row] = vector
+    return np.stack(found)
+
+
+def smaller(data: EvalData | None) -> RetrievalData | None:
+    """Return retrieval data of texts with a bounded corpus; None for data without nDCG or with images."""
+    if not isinstance(data, RetrievalData):
+        return None
+    if any(item.images or not item.text for item in (*data.queries, *data.documents)):
+        return None
+    relevance = data.relevance[:NUM_QUERIES]
+    kept = dict.fromkeys(document for grades in relevance for document in grades)
+    for document in range(len(data.documents)):
+        if len(kept) >= NUM_DOCUMENTS:
+            break
+        kept[document] = None
+    place = {document: at for at, document in enumerate(kept)}
+    return RetrievalData(
+        name=data.name,
+        queries=data.queries[:NUM_QUERIES],
+        documents=tuple(data.documents[document] for document in kept),
+        relevance=tuple({place[document]: grade for document, grade in grades.items()} for grades in relevance),
+    )
+
+
+def ndcg(encode: Encode, data: RetrievalData, *, normalize: bool) -> float:
+    """Return nDCG@10 of an encoder."""
+    asked = encode([item.text or "" for item in data.queries], "query")
+    documents = encode([item.text or "" for item in data.documents], "document")
+    return retrieval_metrics(asked, documents, data, [10], [], normalize=normalize)[METRIC]
+
+
+def distances(one_ND: np.ndarray, other_ND: np.ndarray) -> np.ndarray:
+    """Return [n] cosine distances of rows, in float64; infinite where a value is not finite."""
+    one, other = one_ND.astype(np.float64), other_ND.astype(np.float64)
+    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    found: np.ndarray = 1 - np.einsum("nd,nd->n", one, other) / np.maximum(lengths, 1e-300)
+    return np.where(np.isfinite(found), np.maximum(found, 0.0), np.inf)
+
+
+def compare(reader_name: str, model_ND: np.ndarray, export_ND: np.ndarray, texts: Texts, tolerance: float) -> Check:
+    """Return the comparison of two sets of embeddings of the same texts."""
+    if model_ND.shape == export_ND.shape:
+        apart = distances(model_ND, export_ND)
+        long, own = np.linalg.norm(export_ND, axis=1), np.linalg.norm(model_ND, axis=1)
+        lengths = float(np.max(np.abs(long - own) / np.maximum(own, 1e-12)))
+    else:
+        apart, lengths = np.full(len(model_ND), np.inf), np.inf
+    worst = int(np.argmax(apart))
+    return Check(
+        runtime=reader_name,
+        num_texts=len(texts),
+        largest_distance=float(apart[worst]),
+        tolerance=tolerance,
+        worst_text=texts[worst][0],
+        worst_kind=texts[worst][1],
+        largest_length_error=lengths,
+    )
+
+
+def difference(
+    check: Check, embedder: Embedder, reader: ExportReader, model_ND: np.ndarray, vectors: np.ndarray
+) -> str:
+    """Return what differs, found on the text with the largest distance: sizes, token ids, lengths or pooling."""
+    if model_ND.shape != vectors.shape:
+        return f"embeddings of {vectors.shape[1]:,d} dimensions instead of {model_ND.shape[1]:,d} (Dense, truncate_dim)"
+    text, kind = check.worst_text, check.worst_kind
+    featuriser = embedder.featuriser
+    (own,) = featuriser.features([(Item(text=text), kind)])
+    ids = [] if own.token_ids is None else own.token_ids.tolist()
+    theirs = reader.token_ids(text, kind)
+    if ids != theirs:
+        return (
+            f"its {kind} tokens: {len(theirs):,d} instead of {len(ids):,d} for the text {text!r:.60} (prompt, "
+            "tokenizer, special tokens or truncation)"
+        )
+    if check.largest_distance <= check.tolerance:
+        return f"the lengths of its embeddings, by up to {check.largest_length_error:.2g} of them (normalisation)"
+    exported = reader.encode([text], kind)
+    description = embedder.description
+    for pooling in get_args(Pooling):
+        if pooling in ("own", description.pooling) or description.pooling == "own":
+            continue
+        other = EmbeddingModel(description.with_(pooling=pooling), embedder.backbone, embedder.head).eval()
+        (found,) = other([("text", featuriser.collate([own]))])
+        cut = embedder.finish(found.detach().float().numpy(), embedder.truncate_dim, None)
+        if distances(cut, exported)[0] <= check.tolerance:
+            return f"its pooling: {pooling} instead of {description.pooling}"
+    return "its arithmetic or weights: tokens, sizes and lengths agree"

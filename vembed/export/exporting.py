@@ -1,0 +1,198 @@
+"""export_model(): a model into a folder of one format, compared with the model before the folder gets its name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.evaluation.dataset import EvalData, open_eval_data
+from vembed.export.check import (
+    TOLERANCE,
+    Check,
+    Encode,
+    compare,
+    difference,
+    encode_all,
+    ndcg,
+    smaller,
+    texts_to_compare,
+)
+from vembed.export.formats import PRECISIONS, ExportJob, ExportReader, Format, FormatName, WeightPrecision
+from vembed.export.gguf_format import GgufFormat
+from vembed.export.onnx_format import OnnxFormat
+from vembed.export.openvino_format import OpenvinoFormat
+from vembed.export.safetensors_format import SafetensorsFormat
+from vembed.export.servers import ServerName, write_server_files
+from vembed.families.backbones import file_dtype, read_config
+from vembed.families.description import ModelDescription
+from vembed.inference.embedder import Embedder
+from vembed.report.record import read_run
+from vembed.saving.card import Card, render_card
+from vembed.saving.files import replaced_folder
+
+EXPORT_FILE = "export.json"
+"""File with the facts of an export: format, precision and the result of the check."""
+KNOWN: dict[FormatName, Format] = {
+    "safetensors": SafetensorsFormat(),
+    "onnx": OnnxFormat(),
+    "openvino": OpenvinoFormat(),
+    "gguf": GgufFormat(),
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Result: the folder, and the check if it was made."""
+
+    path: Path
+    check: Check | None
+    description: ModelDescription
+
+
+def export_model(
+    model: str,
+    output: str | Path,
+    form: FormatName,
+    precision: WeightPrecision | None = None,
+    *,
+    check: bool = True,
+    data: str | None = None,
+    tolerance: float | None = None,
+    server: ServerName | None = None,
+    trust_remote_code: bool = False,
+) -> Exported:
+    """Write `model` to the new folder `output`. With `check`, an export whose embeddings differ by more than
+    `tolerance` is refused, and nothing is left behind. `data`: evaluation data for the texts of the check and the nDCG;
+    by default those of the run."""
+    target = Path(output)
+    if target.exists():
+        raise UserError(f"{target} exists already; give a new folder")
+    if form not in KNOWN:
+        raise UserError(f"--format {form} is not there yet; give one of {', '.join(KNOWN)}")
+    kind = KNOWN[form]
+    if precision is not None and precision not in kind.precisions:
+        raise UserError(f"--precision {precision}: --format {form} takes {', '.join(kind.precisions)}")
+    missing = kind.missing()
+    if missing is not None and (check or form != "safetensors"):
+        raise UserError(f"--format {form}: {missing}")
+    found = evaluation_data(model, data, trust_remote_code=trust_remote_code) if check else None
+    embedder = Embedder(
+        model, device="cpu", torch_dtype="float32", mixed_precision="no", trust_remote_code=trust_remote_code
+    )
+    refusal = kind.refusal(embedder)
+    if refusal is not None:
+        raise UserError(f"--format {form}: {model} cannot be exported: {refusal}")
+    precision = precision or _default_precision(form, embedder.description)
+    with replaced_folder(target) as folder:
+        job = ExportJob(model, embedder, precision)
+        result = None
+        if check:
+            result = _write_and_check(kind, job, folder, found, tolerance or TOLERANCE[precision], form)
+        else:
+            kind.write(job, folder)
+        _describe(folder, embedder, form, precision, result)
+        if server is not None:
+            dim = embedder.truncate_dim or embedder.description.embedding_dim
+            write_server_files(server, folder, embedder.description, dim)
+    return Exported(target, result, embedder.description)
+
+
+def _default_precision(form: FormatName, description: ModelDescription) -> WeightPrecision:
+    """Return float32; for safetensors the dtype of the model's file, so that nothing grows or is rounded."""
+    if form != "safetensors":
+        return "float32"
+    config = read_config(Path(description.source), trust_remote_code=description.trust_remote_code)
+    name = str(file_dtype(config)).removeprefix("torch.")
+    return next((one for one in PRECISIONS if one == name), "float32")
+
+
+def evaluation_data(model: str, data: str | None, *, trust_remote_code: bool = False) -> EvalData | None:
+    """Return evaluation data: those at `data`, by default those of the run that made the model, if they are there."""
+    config = TrainConfig(model_name=model, data_path="-", trust_remote_code=trust_remote_code)
+    if data is None:
+        place = Path(model).expanduser()
+        files = [folder / "config.yaml" for folder in (place, place.parent) if (folder / "config.yaml").is_file()]
+        if not files:
+            return None
+        values = read_run(files[0].parent).config
+        data = values.get("val_data_path")
+        if data is None or not Path(data).exists():
+            return None
+        known = ("column_mapping", "image_root", "on_bad_record")
+        config = config.model_copy(update={name: values[name] for name in known if name in values})
+    return open_eval_data(config, data)
+
+
+def _write_and_check(
+    kind: Format, job: ExportJob, folder: Path, data: EvalData | None, tolerance: float, form: FormatName
+) -> Check:
+    """Write the export and return its comparison with the model. Raise UserError if it differs."""
+    embedder = job.embedder
+
+    def own(texts: list[str], kind: Any) -> Any:
+        return embedder.encode(list(texts), kind)
+
+    # The model's own vectors first: a format may change the attention function of the modules.
+    texts = texts_to_compare(data, embedder.description.max_length)
+    model_ND = encode_all(own, texts)
+    judged = smaller(data)
+    normalize = embedder.description.similarity == "cosine"
+    before = None if judged is None else ndcg(own, judged, normalize=normalize)
+    kind.write(job, folder)
+    reader = kind.reader(folder)
+    vectors = encode_all(reader.encode, texts)
+    result = compare(reader.runtime, model_ND, vectors, texts, tolerance)
+    if not result.passes:
+        why = difference(result, embedder, reader, model_ND, vectors)
+        raise UserError(
+            f"the {form} export of {job.model} differs from the model in {why}; largest cosine distance "
+            f"{result.largest_distance:.2g} of {result.num_texts} texts, tolerance {tolerance:.2g}; nothing was "
+            "written (--tolerance allows more)"
+        )
+    if judged is not None:
+        result = _with_scores(result, reader, judged, before, normalize)
+    return result
+
+
+def _with_scores(result: Check, reader: ExportReader, judged: Any, before: float | None, normalize: bool) -> Check:
+    encode: Encode = reader.encode
+    about = f"{len(judged.queries):,d} queries over {len(judged.documents):,d} documents"
+    return replace(result, ndcg_model=before, ndcg_export=ndcg(encode, judged, normalize=normalize), evaluation=about)
+
+
+def _describe(
+    folder: Path, embedder: Embedder, form: FormatName, precision: WeightPrecision, check: Check | None
+) -> None:
+    """Write export.json and the card."""
+    description = embedder.description
+    facts = {
+        "format": form,
+        "precision": precision,
+        "embedding_dim": embedder.truncate_dim or description.embedding_dim,
+        "normalized": description.normalize,
+        "check": None if check is None else check.to_dict(),
+    }
+    (folder / EXPORT_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    section = ["## Export", "", f"Exported by `vembed export --format {form} --precision {precision}`."]
+    section += ["", "Not compared with the model (`--no-check`)."] if check is None else ["", *_bullets(check)]
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else render_card(description, Card())
+    card.write_text(text.rstrip() + "\n\n" + "\n".join(section) + "\n", encoding="utf-8")
+
+
+def _bullets(check: Check) -> list[str]:
+    return [f"- {line}" for line in check.lines()]
+
+
+def precision_of(text: str) -> WeightPrecision | None:
+    """Return a precision by its name; None for an empty text."""
+    if not text:
+        return None
+    for one in PRECISIONS:
+        if one == text:
+            return one
+    raise UserError(f"--precision {text}: give one of {', '.join(PRECISIONS)}")

@@ -1,0 +1,52 @@
+"""FolderTexts: prompts, tokenizer and maximum length of an exported folder, read from its files alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from vembed.data.examples import Kind
+from vembed.families.weight_files import read_object
+
+PROMPTS_FILE = "config_sentence_transformers.json"
+LENGTH_FILE = "sentence_bert_config.json"
+
+
+class FolderTexts:
+    """The text side of an exported folder."""
+
+    def __init__(self, folder: Path) -> None:
+        prompts = (read_object(folder / PROMPTS_FILE) or {}).get("prompts") or {}
+        self.prompts: dict[str, str] = {name: text or "" for name, text in prompts.items()}
+        self.max_length = int((read_object(folder / LENGTH_FILE) or {})["max_seq_length"])
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+
+    def token_ids(self, text: str, kind: Kind) -> list[int]:
+        """Return the token ids of a text with its prompt."""
+        ids: list[int] = self.tokenizer(
+            self.prompts.get(kind, "") + text, truncation=True, max_length=self.max_length
+        ).input_ids
+        return ids
+
+    def padded(self, texts: list[str], kind: Kind) -> dict[str, np.ndarray]:
+        """Return int64 `input_ids` and `attention_mask` of a batch."""
+        given = [self.prompts.get(kind, "") + text for text in texts]
+        found = self.tokenizer(given, padding=True, truncation=True, max_length=self.max_length, return_tensors="np")
+        return {name: found[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
+
+
+def write_texts(folder: Path, query_prompt: str, document_prompt: str, max_length: int, similarity: str) -> None:
+    """Write the files that FolderTexts and Sentence Transformers read, beside the tokenizer's own."""
+    settings = {
+        "model_type": "SentenceTransformer",
+        "prompts": {"query": query_prompt, "document": document_prompt},
+        "default_prompt_name": None,
+        "similarity_fn_name": similarity,
+    }
+    (folder / PROMPTS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    lengths = {"max_seq_length": max_length, "do_lower_case": False}
+    (folder / LENGTH_FILE).write_text(json.dumps(lengths, indent=2) + "\n", encoding="utf-8")

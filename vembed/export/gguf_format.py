@@ -1,0 +1,94 @@
+"""GgufFormat: a file for llama.cpp, written by llama.cpp's own converter and checked in llama-cpp-python."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vembed.data.examples import Kind
+from vembed.errors import RunError
+from vembed.export.folder_texts import FolderTexts
+from vembed.export.formats import ExportJob, ExportReader, WeightPrecision
+from vembed.export.safetensors_format import SafetensorsFormat
+from vembed.inference.embedder import Embedder
+
+GGUF_FILE = "model.gguf"
+CONVERTER = "convert_hf_to_gguf.py"
+_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "q8_0"}
+
+
+class GgufFormat:
+    """GGUF. llama.cpp pools and normalises itself; a Dense module or truncation has no place in the file."""
+
+    precisions: tuple[WeightPrecision, ...] = ("float32", "float16", "bfloat16", "int8")
+
+    def missing(self) -> str | None:
+        """Return what is not installed and how to install it; None if everything is there."""
+        if shutil.which(CONVERTER) is None:
+            return (
+                f"{CONVERTER} is not on the PATH: `git clone https://github.com/ggml-org/llama.cpp`, install its "
+                "requirements, and add its folder to PATH"
+            )
+        if find_spec("llama_cpp") is None:
+            return "llama-cpp-python, in which this format is checked, is not installed: `pip install llama-cpp-python`"
+        return None
+
+    def refusal(self, embedder: Embedder) -> str | None:
+        """Return why this model cannot be exported; None if it can."""
+        if not embedder.description.traits.reads_only_text:
+            return "llama.cpp's embeddings are of text models"
+        if embedder.head is not None or embedder.truncate_dim is not None:
+            return "llama.cpp has no Dense module and no truncate_dim; export it as onnx"
+        if embedder.description.pooling not in ("mean", "cls", "last"):
+            return f"llama.cpp pools by mean, cls or last, and this model by {embedder.description.pooling}"
+        return None
+
+    def write(self, job: ExportJob, folder: Path) -> None:
+        """Write `model.gguf` and, for the check, the tokenizer and prompts."""
+        whole = folder / "whole"
+        SafetensorsFormat().write(ExportJob(job.model, job.embedder, "float32"), whole)
+        converter = shutil.which(CONVERTER)
+        assert converter is not None
+        words = [sys.executable, converter, str(whole), "--outfile", str(folder / GGUF_FILE)]
+        done = subprocess.run([*words, "--outtype", _TYPES[job.precision]], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RunError(f"{CONVERTER} failed: {done.stderr.strip().splitlines()[-1:]}")
+        for path in whole.iterdir():
+            if path.is_file() and path.suffix != ".safetensors":
+                path.rename(folder / path.name)
+        shutil.rmtree(whole)
+
+    def reader(self, folder: Path) -> ExportReader:
+        """Return the export in llama.cpp."""
+        return GgufReader(folder)
+
+
+class GgufReader:
+    """An export in llama.cpp, by llama-cpp-python."""
+
+    def __init__(self, folder: Path) -> None:
+        module: Any = import_module("llama_cpp")
+        self.runtime = f"llama.cpp (llama-cpp-python {module.__version__})"
+        self.texts = FolderTexts(folder)
+        length = self.texts.max_length
+        self.model: Any = module.Llama(
+            str(folder / GGUF_FILE), embedding=True, n_ctx=length, n_batch=length, n_ubatch=length, verbose=False
+        )
+
+    def token_ids(self, text: str, kind: Kind) -> list[int]:
+        """Return llama.cpp's own token ids of a text with its prompt."""
+        given = self.texts.prompts.get(kind, "") + text
+        ids: list[int] = self.model.tokenize(given.encode(), add_bos=True, special=True)
+        return ids[: self.texts.max_length]
+
+    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
+        """Return [n, d] embeddings."""
+        prompt = self.texts.prompts.get(kind, "")
+        return np.array([self.model.embed(prompt + text, normalize=True, truncate=True) for text in texts], np.float32)

@@ -1,0 +1,71 @@
+"""OpenvinoFormat: the ONNX graph as a model of OpenVINO."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vembed.data.examples import Kind
+from vembed.export.folder_texts import FolderTexts
+from vembed.export.formats import ExportJob, ExportReader, WeightPrecision
+from vembed.export.graph import OUTPUT
+from vembed.export.onnx_format import ONNX_FILE, OnnxFormat
+from vembed.inference.embedder import Embedder
+
+OPENVINO_FILE = "openvino_model.xml"
+
+
+class OpenvinoFormat:
+    """OpenVINO, converted from the float32 graph of ONNX."""
+
+    precisions: tuple[WeightPrecision, ...] = ("float32", "float16")
+
+    def missing(self) -> str | None:
+        """Return what is not installed and how to install it; None if everything is there."""
+        if find_spec("openvino") is None:
+            return "openvino is not installed: `pip install openvino 'vembed[export]'`"
+        return OnnxFormat().missing()
+
+    def refusal(self, embedder: Embedder) -> str | None:
+        """Return why this model cannot be exported; None if it can."""
+        return OnnxFormat().refusal(embedder)
+
+    def write(self, job: ExportJob, folder: Path) -> None:
+        """Write the model, the tokenizer and the prompts."""
+        OnnxFormat().write(ExportJob(job.model, job.embedder, "float32"), folder)
+        openvino: Any = import_module("openvino")
+        model = openvino.convert_model(str(folder / ONNX_FILE))
+        openvino.save_model(model, str(folder / OPENVINO_FILE), compress_to_fp16=job.precision == "float16")
+        for path in folder.glob(ONNX_FILE + "*"):
+            path.unlink()
+
+    def reader(self, folder: Path) -> ExportReader:
+        """Return the export in OpenVINO."""
+        return OpenvinoReader(folder)
+
+
+class OpenvinoReader:
+    """An export in OpenVINO on a CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        openvino: Any = import_module("openvino")
+        self.runtime = f"openvino {openvino.get_version()}"
+        self.texts = FolderTexts(folder)
+        self.model: Any = openvino.Core().compile_model(str(folder / OPENVINO_FILE), "CPU")
+        self.names = [one.get_any_name() for one in self.model.inputs]
+
+    def token_ids(self, text: str, kind: Kind) -> list[int]:
+        """Return the token ids of a text with its prompt."""
+        return self.texts.token_ids(text, kind)
+
+    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
+        """Return [n, d] embeddings."""
+        found = []
+        for start in range(0, len(texts), 16):
+            given = self.texts.padded(texts[start : start + 16], kind)
+            found.append(np.array(self.model({name: given[name] for name in self.names})[OUTPUT], np.float32))
+        return np.concatenate(found)

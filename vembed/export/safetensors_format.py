@@ -1,0 +1,74 @@
+"""SafetensorsFormat: the folder of Sentence Transformers, with weights in a chosen dtype."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vembed.data.examples import Kind
+from vembed.export.folder_texts import FolderTexts
+from vembed.export.formats import ExportJob, ExportReader, WeightPrecision
+from vembed.inference.embedder import Embedder
+from vembed.models.backbone_loading import quiet_transformers
+from vembed.saving.files import save_model
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class SafetensorsFormat:
+    """Whole weights, adapters merged, in the layout that Sentence Transformers, TEI, vLLM and infinity read."""
+
+    precisions: tuple[WeightPrecision, ...] = ("float32", "float16", "bfloat16")
+
+    def missing(self) -> str | None:
+        """Return what is not installed and how to install it; None if everything is there."""
+        if find_spec("sentence_transformers") is None:
+            return (
+                "sentence-transformers, in which this format is checked, is not installed: "
+                "`pip install sentence-transformers`, or --no-check"
+            )
+        return None
+
+    def refusal(self, embedder: Embedder) -> str | None:
+        """Return why this model cannot be exported; None if it can."""
+        if "text" not in embedder.description.modalities:
+            return "the check takes texts, and this model embeds images only: leave out --precision to copy it"
+        if embedder.description.traits.sentence_transformers is None:
+            return "Sentence Transformers cannot read its layout: leave out --precision to copy it"
+        return None
+
+    def write(self, job: ExportJob, folder: Path) -> None:
+        """Write the model's folder."""
+        model = job.embedder
+        state = model.model.state_dict()
+        save_model(folder, model.description, model.backbone, model.head, state, dtype=_DTYPES[job.precision])
+
+    def reader(self, folder: Path) -> ExportReader:
+        """Return the export in Sentence Transformers."""
+        return SentenceTransformersReader(folder)
+
+
+class SentenceTransformersReader:
+    """A folder in Sentence Transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        from sentence_transformers import SentenceTransformer
+
+        self.runtime = f"sentence-transformers {version('sentence-transformers')}"
+        self.folder = folder
+        with quiet_transformers():
+            self.model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+
+    def token_ids(self, text: str, kind: Kind) -> list[int]:
+        """Return the token ids of a text with its prompt."""
+        return FolderTexts(self.folder).token_ids(text, kind)
+
+    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
+        """Return [n, d] embeddings."""
+        encode = self.model.encode_query if kind == "query" else self.model.encode_document
+        vectors: np.ndarray = encode(texts, show_progress_bar=False, batch_size=16)
+        return vectors.astype(np.float32)
