@@ -13,7 +13,7 @@ export HF_HUB_DISABLE_TELEMETRY = 1
 NUMERICAL := tests/losses tests/models/test_packing.py tests/models/test_cpu_kernels.py \
     tests/parity/test_parity.py tests/parity/test_families_parity.py
 
-.PHONY: demo test test-processors test-floors lint docs bench-quick chaos train-free-fsdp train-baseline-fsdp clean
+.PHONY: demo test test-processors test-floors lint docs bench-quick bench-gpu chaos train-free-fsdp train-baseline-fsdp clean
 
 demo: $(VENV)/.demo                       ## train the embedded model on the embedded data, offline
 	HF_HUB_OFFLINE=1 $(BIN)/vembed demo
@@ -41,6 +41,9 @@ docs: $(VENV)/.docs                       ## build the documentation, strictly
 
 bench-quick: $(VENV)/.dev                 ## ratios to sentence-transformers in about 3 minutes
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.train --peer sentence-transformers --quick
+
+bench-gpu: $(VENV)/.dev                   ## correctness, speed and memory on one GPU, at most 9 minutes
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.gpu
 
 chaos: $(VENV)/.dev                       ## kill, truncate and resume a real run, ROUNDS times
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.stress.chaos --rounds $(ROUNDS)

@@ -130,7 +130,7 @@ def _recomputed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def compile_layers(layers: list[nn.Module]) -> None:
+def compile_layers(layers: list[nn.Module], backend: str = "inductor") -> None:
     """Compile each layer once, with dynamic numbers of rows and tokens."""
     for layer in layers:
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=True, backend=backend)

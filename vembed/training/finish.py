@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from vembed.errors import RunError
 from vembed.evaluation.scores import deciding_metric
 from vembed.inference.encoding import encode_items
 from vembed.models.precision import saved_dtype
+from vembed.models.quantized import is_quantized
 from vembed.report.summary import RunSummary, collect_versions
 from vembed.saving.card import Card
 from vembed.saving.durability import way_out
@@ -60,10 +61,18 @@ def check_embeddings(config: TrainConfig, session: Session, parts: RunModel) -> 
         raise RunError(f"final/ is not written: the trained model's embeddings are not finite; {_way_out(config)}")
 
 
-def _check_weights(config: TrainConfig, weights: Mapping[str, Tensor]) -> None:
-    """Raise RunError if a weight is not finite. Each value of a process's weights is looked at once."""
+def _check_weights(config: TrainConfig, weights: Mapping[str, Tensor], packed: Collection[str] = ()) -> None:
+    """Raise RunError if a weight is not finite. Each value of a process's weights is looked at once.
+
+    `packed`: names of 4-bit weights. They are stored as 16-bit floats, and any bits may look like a NaN.
+    """
     broken = next(
-        (name for name, one in weights.items() if one.is_floating_point() and not bool(torch.isfinite(one).all())), None
+        (
+            name
+            for name, one in weights.items()
+            if name not in packed and one.is_floating_point() and not bool(torch.isfinite(one).all())
+        ),
+        None,
     )
     named = next((one for one in collectives.gather_objects_as_json(broken) if one is not None), None)
     if named is not None:
@@ -82,7 +91,8 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
     embedder, evaluation = parts.embedder, data.evaluation
     # Collective: every rank contributes its shards.
     weights = full_state_dict(parts.model)
-    _check_weights(config, weights)
+    packed = {f"{name}.weight" for name, module in embedder.named_modules() if is_quantized(module)}
+    _check_weights(config, weights, packed)
     num_total, num_trained = num_parameters(parts.model), num_parameters(parts.model, trainable_only=True)
     if session.is_main:
         learned = parts.loss.scale_and_bias()

@@ -1,0 +1,94 @@
+"""Memory on the device: the figure of `vembed plan` against the measured peak, and the loss alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu_models import QWEN_LARGE, SHAPES, Shape, make_model, make_rows, remove, small, write_data
+from benchmarks.gpu_record import NotMeasuredError, Record, Values, require, train
+from benchmarks.loss import make_batch
+from vembed.config.loading import resolve_run
+from vembed.config.schema import TrainConfig
+from vembed.distributed.environment import RankInfo
+from vembed.distributed.estimate import GIB, measure
+from vembed.distributed.placement import place
+from vembed.losses.build import build_loss
+
+WITHIN = 0.15
+"""Largest relative difference of the predicted and the measured peak."""
+LIMITS = {"qwen3-8b-lora": 40.0, "qwen3-8b-qlora": 24.0}
+"""GB that a training may take."""
+MICRO_BATCH_TOKENS = 8192
+
+
+def run_memory(record: Record, folder: Path) -> None:
+    """Measure every row of this part."""
+    quantized = replace(QWEN_LARGE, name="qwen3-8b-qlora", options=(("use_qlora", True), ("lora_dropout", 0.0)))
+    rows = 512 if record.is_small else 131_072
+    record.row("memory", f"loss alone, {rows:,d} rows", partial(loss_alone, record, rows), limit=60)
+    for whole in (*SHAPES, quantized):
+        shape = small(whole) if record.is_small else whole
+        record.row("memory", shape.name, partial(peak, record, shape, folder), limit=110 if "8b" in shape.name else 45)
+        remove(folder / shape.name)
+
+
+def peak(record: Record, shape: Shape, folder: Path) -> Values:
+    """Compare the prediction with the peak of a training in micro-batches of a fixed size."""
+    steps, room = 2, folder / shape.name
+    # A few micro-batches show the peak; a whole batch of the speed part would only take longer.
+    shape = replace(shape, batch=min(shape.batch, 64))
+    options = {
+        **dict(shape.options), "global_batch_size": shape.batch, "max_length": shape.max_length,
+        "micro_batch_tokens": MICRO_BATCH_TOKENS, "use_gradient_cache": True,
+    }  # fmt: skip
+    if dict(shape.options).get("use_qlora"):
+        from importlib.util import find_spec
+
+        if find_spec("bitsandbytes") is None:
+            raise NotMeasuredError("bitsandbytes is not installed")
+    model = make_model(shape, room / "model", record.device)
+    data = write_data(shape, make_rows(shape, steps), room / "data")
+    record.free()
+    on_gpu = record.device.type == "cuda"
+    available = torch.cuda.get_device_properties(record.device).total_memory if on_gpu else 8 * GIB
+    run = resolve_run({"model_name": str(model), "data_path": str(data), **options})
+    placement = place(run, RankInfo(0, 1, 0, 1, launched=True), record.device, available)
+    predicted = placement.predict(measure(run.config)).total / GIB
+    trained = train(record, model, data, room / "out", max_steps=steps, **options)
+    if not on_gpu:
+        return {"predicted_gb": predicted, "measured_gb": "no GPU, so no peak", "losses": trained.losses}
+    measured = trained.peak_bytes / GIB
+    limit = LIMITS.get(shape.name, float("inf"))
+    values = {"predicted_gb": predicted, "measured_gb": measured, "off": predicted / measured - 1}
+    require(measured <= limit, f"{values}: at most {limit} GB are allowed")
+    require(abs(values["off"]) <= WITHIN, f"{values}: the prediction is off by more than {WITHIN:.0%}")
+    return values
+
+
+def loss_alone(record: Record, rows: int) -> Values:
+    """Measure time and memory of the loss and its gradient, beyond the embeddings and their gradient."""
+    batch = make_batch(rows, 256)
+    moved = {
+        name: getattr(batch, name).to(record.device)
+        for name in ("content", "query", "positive", "example", "negative", "negative_example")
+    }
+    embeddings = batch.embeddings.detach().to(record.device).requires_grad_()
+    batch = replace(batch, embeddings=embeddings, **moved)
+    loss = build_loss(TrainConfig(model_name="", data_path=""))
+    on_gpu = record.device.type == "cuda"
+    before = 0
+    if on_gpu:
+        loss.to(record.device)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    value = loss(batch)
+    value.backward()
+    finite = bool(torch.isfinite(value))
+    require(finite, "the loss is not finite")
+    beyond = (torch.cuda.max_memory_allocated() - before - embeddings.nbytes) / GIB if on_gpu else None
+    return {"loss": float(value.detach()), "gb_beyond_embeddings_and_gradient": beyond}

@@ -1,0 +1,123 @@
+"""The same training in Sentence Transformers on a GPU: the same rows in the same order, at its own best settings."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases import Row
+from benchmarks.gpu_models import Shape
+from benchmarks.gpu_record import NotMeasuredError, Record
+
+MINI_BATCH_TOKENS = (16_384, 65_536)
+"""Sizes of the peer's mini-batches that are tried where it has Gradient Cache; the fastest counts."""
+
+
+@dataclass
+class Elsewhere:
+    """Measurements of the other side."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    settings: str = ""
+
+
+def train_elsewhere(
+    record: Record, shape: Shape, model: Path, rows: list[Row], images: Path, folder: Path, steps: int
+) -> Elsewhere:
+    """Train with each of the peer's settings and return the fastest."""
+    if find_spec("sentence_transformers") is None:
+        raise NotMeasuredError("sentence-transformers is not installed")
+    cached = bool(dict(shape.options).get("use_gradient_cache"))
+    found = []
+    for tokens in (MINI_BATCH_TOKENS if not record.is_small else MINI_BATCH_TOKENS[:1]) if cached else (0,):
+        if record.left() < 20:
+            break
+        found.append(_train(record, shape, model, rows, images, folder / str(tokens), steps, tokens))
+        record.free()
+    if not found:
+        raise NotMeasuredError("no time was left")
+    return min(found, key=lambda one: min(one.seconds))
+
+
+def _train(
+    record: Record, shape: Shape, model: Path, rows: list[Row], images: Path, folder: Path, steps: int, tokens: int
+) -> Elsewhere:
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers import losses as st_losses
+    from sentence_transformers.base.sampler import DefaultBatchSampler
+    from torch.utils.data import SequentialSampler
+    from transformers import TrainerCallback
+
+    on_gpu = record.device.type == "cuda"
+    flash = on_gpu and not shape.images and find_spec("flash_attn") is not None
+    kernel = "flash_attention_2" if flash else "sdpa"
+    lora = bool(dict(shape.options).get("use_lora"))
+    # As vembed: weights that are trained in float32, frozen ones in the dtype of the file.
+    arguments: dict[str, Any] = {"attn_implementation": kernel}
+    arguments["torch_dtype"] = torch.bfloat16 if lora and on_gpu else torch.float32
+    network = SentenceTransformer(str(model), device=str(record.device), model_kwargs=arguments)
+    if not shape.images:
+        network.max_seq_length = shape.max_length
+    if lora:
+        from peft import LoraConfig, TaskType
+
+        network.add_adapter(LoraConfig(task_type=TaskType.FEATURE_EXTRACTION, r=16, target_modules="all-linear"))
+    loss: Any
+    if tokens:
+        loss = st_losses.CachedMultipleNegativesRankingLoss(network, scale=20.0, mini_batch_num_tokens=tokens)
+    else:
+        loss = st_losses.MultipleNegativesRankingLoss(network, scale=20.0)
+    clock = Elsewhere(settings=f"{kernel}, mini_batch_num_tokens={tokens}" if tokens else kernel)
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        began = 0.0
+
+        def on_step_begin(self, *given: Any, **options: Any) -> None:
+            if on_gpu:
+                torch.cuda.synchronize()
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *given: Any, **options: Any) -> None:
+            if on_gpu:
+                torch.cuda.synchronize()
+            clock.seconds.append(time.perf_counter() - self.began)
+
+    def in_order(dataset: Any, batch_size: int, drop_last: bool, **_: Any) -> DefaultBatchSampler:
+        return DefaultBatchSampler(SequentialSampler(dataset), batch_size=batch_size, drop_last=drop_last)
+
+    positives: list[Any] = [row["positive"] for row in rows]
+    columns = Dataset.from_dict(
+        {"anchor": [row["query"] for row in rows],
+         "positive": [str(images / str(one)) for one in positives] if shape.images else positives}
+    )  # fmt: skip
+    if shape.images:
+        from datasets import Image
+
+        columns = columns.cast_column("positive", Image())
+    trainer = SentenceTransformerTrainer(
+        model=network,
+        args=SentenceTransformerTrainingArguments(
+            output_dir=str(folder), per_device_train_batch_size=shape.batch, max_steps=steps, learning_rate=1e-4,
+            lr_scheduler_type="constant", weight_decay=0.0, logging_steps=1, save_strategy="no", report_to="none",
+            bf16=on_gpu, use_cpu=not on_gpu, disable_tqdm=True, batch_sampler=in_order, dataloader_num_workers=0,
+        ),
+        train_dataset=columns, loss=loss, callbacks=[Clock()],
+    )  # fmt: skip
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    clock.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    clock.peak_bytes = torch.cuda.max_memory_allocated() if on_gpu else 0
+    return clock
