@@ -15,6 +15,7 @@ from vembed.cli_support import (
     ColumnMapping,
     ImageRoot,
     JsonCommand,
+    JsonOutput,
     Kind,
     Nproc,
     Shards,
@@ -22,6 +23,8 @@ from vembed.cli_support import (
     WeightsDtype,
     column_mapping_of,
     guarded,
+    json_result,
+    json_words,
     model_options,
     open_closed_streams,
     taken_flags,
@@ -73,7 +76,7 @@ def train(words: Words = None) -> None:
     _end(lambda: _train(words or []))
 
 
-@app.command()
+@app.command(cls=JsonCommand)
 def eval(
     ctx: typer.Context,
     model: AnyModel,
@@ -82,7 +85,7 @@ def eval(
     ks: Annotated[str, typer.Option(help="Cut-offs of the metrics.")] = "1,5,10,100",
     task: Annotated[str, typer.Option(help="auto, retrieval or similarity.")] = "auto",
     split: Annotated[str | None, typer.Option(help="Split of the qrels of a BEIR-style folder. Default: test.")] = None,
-    json_file: Annotated[str | None, typer.Option("--json", help="Write the scores to this file too.")] = None,
+    json_file: JsonOutput = None,
     column_mapping: ColumnMapping = "",
     on_bad_record: Annotated[str, typer.Option(help="stop or skip.")] = "stop",
     batch_tokens: BatchTokens = None,
@@ -107,22 +110,23 @@ def eval(
         from vembed.tools.evaluate_command import run_evaluate
         from vembed.tools.model_argument import usable_model
 
-        with usable_model(model) as found:
-            run_evaluate(
-                found,
-                data,
-                split=split,
-                json_file=json_file,
-                batch_tokens=batch_tokens,
-                trust_remote_code=trust_remote_code,
-                **options,
+        with json_result(json_file) as give, usable_model(model) as found:
+            give(
+                run_evaluate(
+                    found,
+                    data,
+                    split=split,
+                    batch_tokens=batch_tokens,
+                    trust_remote_code=trust_remote_code,
+                    **options,
+                )
             )
         return 0
 
     _end(call)
 
 
-@app.command()
+@app.command(cls=JsonCommand)
 def encode(
     ctx: typer.Context,
     model: AnyModel,
@@ -151,6 +155,7 @@ def encode(
     trust_remote_code: TrustRemoteCode = False,
     strategy: Shards = "ddp",
     nproc: Nproc = 1,
+    json_file: JsonOutput = None,
 ) -> None:
     """Turn a file of texts or records, or a folder of images, into embeddings, in the order of the input."""
 
@@ -169,8 +174,8 @@ def encode(
         from vembed.tools.encode import run_encode
         from vembed.tools.model_argument import usable_model
 
-        with usable_model(model) as found:
-            run_encode(
+        with json_result(json_file) as give, usable_model(model) as found:
+            encoded = run_encode(
                 found,
                 input_file,
                 output,
@@ -183,6 +188,7 @@ def encode(
                 trust_remote_code=trust_remote_code,
                 **options,
             )
+            give(encoded)
         return 0
 
     _end(call)
@@ -190,8 +196,8 @@ def encode(
 
 app.command()(cli_search.tune)
 app.command()(cli_weights.score)
-app.command()(cli_weights.merge)
-app.command()(cli_weights.edit)
+app.command(cls=JsonCommand)(cli_weights.merge)
+app.command(cls=JsonCommand)(cli_weights.edit)
 
 
 @app.command(context_settings=WORDS_ARE_OURS)
@@ -230,7 +236,7 @@ def demo(
     _end(call)
 
 
-@app.command()
+@app.command(cls=JsonCommand)
 def doctor(
     config: Annotated[
         str | None, typer.Argument(metavar="[CFG]", help="Check the machine for this config too.")
@@ -240,6 +246,7 @@ def doctor(
         str | None, typer.Option(help="Check a class of your own instead: FILE.py:Class or package.module:Class.")
     ] = None,
     model_config: Annotated[str, typer.Option(help="Its keyword arguments, as {size: 64}.")] = "{}",
+    json_file: JsonOutput = None,
 ) -> None:
     """Versions and devices, then a real sharded self-test on several processes. Exit code 0 or 1."""
 
@@ -250,7 +257,8 @@ def doctor(
             return run_model_check(model_class, _option("model_arguments", model_config) or {})
         from vembed.tools.doctor import run_doctor
 
-        return run_doctor(config, nproc)
+        with json_result(json_file) as give:
+            return run_doctor(config, nproc, give=give)
 
     _end(call)
 
@@ -263,16 +271,20 @@ def plan(words: Words = None) -> None:
     def call() -> int:
         from functools import partial
 
-        rest, (gpu, memory) = taken_flags(words or [], ("--gpu", "--memory"))
+        rest, (gpu, memory, json_file) = taken_flags(json_words(words or []), ("--gpu", "--memory", "--json"))
         # A dry run needs no machine rank, and may describe GPUs of other machines.
         arguments = _arguments("plan", plan.__doc__, [*rest, "--dry-run"])
         from vembed.distributed.hardware import read_hardware
         from vembed.stages.sequence import plan_stages, road_of_arguments
         from vembed.tools.plan import run_plan
 
-        planned = partial(run_plan, hardware=read_hardware(gpu, memory))
-        road = road_of_arguments(arguments)
-        return planned(arguments) if road is None else plan_stages(road, arguments, planned)
+        with json_result(json_file) as give:
+            results: list[Any] = []
+            planned = partial(run_plan, hardware=read_hardware(gpu, memory), give=results.append)
+            road = road_of_arguments(arguments)
+            code = planned(arguments) if road is None else plan_stages(road, arguments, planned)
+            give(results[0] if road is None else results)
+            return code
 
     _end(call)
 
@@ -281,7 +293,7 @@ app.command()(cli_export.export)
 app.command("check-server")(cli_export.check_server)
 app.command()(cli_start.init)
 app.command(context_settings=WORDS_ARE_OURS)(cli_start.data)
-app.command()(cli_start.report)
+app.command(cls=JsonCommand)(cli_start.report)
 app.command(cls=JsonCommand)(cli_start.compare)
 
 
@@ -293,7 +305,10 @@ def config(words: Words = None) -> None:
     def call() -> int:
         from vembed.tools.show_config import show_config
 
-        return show_config(_arguments("config", config.__doc__, words or []))
+        rest, (json_file,) = taken_flags(json_words(words or []), ("--json",))
+        arguments = _arguments("config", config.__doc__, rest)
+        with json_result(json_file) as give:
+            return show_config(arguments, give=give)
 
     _end(call)
 
@@ -314,10 +329,16 @@ def schema(
     _end(call)
 
 
-@app.command()
-def version() -> None:
+@app.command(cls=JsonCommand)
+def version(json_file: JsonOutput = None) -> None:
     """Print the versions of vembed, Python and its main dependencies."""
-    _end(_print_versions)
+
+    def call() -> None:
+        with json_result(json_file) as give:
+            give(_versions())
+            _print_versions()
+
+    _end(call)
 
 
 def _show_version(is_asked: bool) -> None:
@@ -335,14 +356,18 @@ def options(
 
 
 def _print_versions() -> None:
+    for name, number in _versions().items():
+        sys.stdout.write(f"{name} {number}\n")
+
+
+def _versions() -> dict[str, str]:
     import platform
     from importlib.metadata import version as version_of
 
     import vembed
 
-    sys.stdout.write(f"vembed {vembed.__version__}\npython {platform.python_version()}\n")
-    for name in ("torch", "transformers", "accelerate", "peft"):
-        sys.stdout.write(f"{name} {version_of(name)}\n")
+    packages = {name: version_of(name) for name in ("torch", "transformers", "accelerate", "peft")}
+    return {"vembed": vembed.__version__, "python": platform.python_version(), **packages}
 
 
 def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vembed.cli_support import STANDARD_OUTPUT, ColumnMapping, JsonOutput, column_mapping_of, end, write_json
+from vembed.cli_support import ColumnMapping, JsonOutput, column_mapping_of, end, json_result
 
 
 def init(
@@ -72,13 +72,19 @@ def data(words: Words = None) -> None:
 
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The output_dir of a run, finished or not.")],
+    json_file: JsonOutput = None,
 ) -> None:
     """Write report.html and report.md of a run, also of one that was stopped or killed."""
 
     def call() -> None:
+        from vembed.report.record import read_run
         from vembed.report.report import write_report
+        from vembed.report.several_runs import run_json
 
-        sys.stdout.write(f"wrote {write_report(run)}\n")
+        with json_result(json_file) as give:
+            path = write_report(run)
+            sys.stdout.write(f"wrote {path}\n")
+            give({"report": path, **run_json(Path(run).resolve().name, read_run(run))})
 
     end(call)
 
@@ -98,13 +104,11 @@ def compare(
         from vembed.report.several_runs import as_json, read_several
 
         found = read_several(runs)
-        page = None
-        if output is not None or json_file is None:
-            page = write_comparison(found, output or "comparison.html")
-        if json_file is not None:
-            write_json(json_file, as_json(found))
-        if json_file != STANDARD_OUTPUT:
+        with json_result(json_file) as give:
+            give(as_json(found))
             sys.stdout.write(score_lines(found))
-            sys.stdout.write(f"wrote {page}\n" if page else f"wrote {json_file}\n")
+            if output is not None or json_file is None:
+                page = write_comparison(found, output or "comparison.html")
+                sys.stdout.write(f"wrote {page}\n")
 
     end(call)

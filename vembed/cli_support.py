@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -57,8 +58,18 @@ def json_words(words: Sequence[str]) -> list[str]:
     return found
 
 
-def write_json(target: str, value: Any) -> None:
-    """Write a result to standard output or to a file."""
+@contextmanager
+def json_result(target: str | None) -> Iterator[Callable[[Any], None]]:
+    """Give a function that takes a verb's result, and write it as JSON at the end. On standard output it stands alone:
+    all else that this process and its children print goes to standard error. Of several ranks the first one writes."""
+    found: list[Any] = []
+    if target is not None and target != STANDARD_OUTPUT and not Path(target).absolute().parent.is_dir():
+        raise UserError(f"--json {target}: {Path(target).absolute().parent} is not a folder; give one that is there")
+    with _output_to_stderr() if target == STANDARD_OUTPUT else nullcontext():
+        yield found.append
+    if not found or target is None or os.environ.get("RANK", "0") != "0":
+        return
+    value = asdict(found[0]) if is_dataclass(found[0]) and not isinstance(found[0], type) else found[0]
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
     if target == STANDARD_OUTPUT:
         sys.stdout.write(text)
@@ -67,6 +78,19 @@ def write_json(target: str, value: Any) -> None:
         Path(target).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--json {target} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _output_to_stderr() -> Iterator[None]:
+    sys.stdout.flush()
+    kept = os.dup(1)  # children inherit the descriptor, not Python's object
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def open_closed_streams() -> None:

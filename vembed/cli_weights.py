@@ -10,6 +10,7 @@ from vembed.cli_support import (
     AnyModel,
     ColumnMapping,
     ImageRoot,
+    JsonOutput,
     Kind,
     Nproc,
     Shards,
@@ -18,6 +19,7 @@ from vembed.cli_support import (
     column_mapping_of,
     end,
     floats,
+    json_result,
     model_options,
     numbers,
     share,
@@ -76,6 +78,7 @@ def merge(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     seed: Annotated[int, typer.Option(help="dare: what its draws depend on.")] = 42,
     nproc: Nproc = 1,
+    json_file: JsonOutput = None,
 ) -> None:
     """Merge models of one architecture into one: means, slerp, task arithmetic, TIES, DARE, greedy soups."""
 
@@ -93,10 +96,12 @@ def merge(
             return code
         from vembed.tools.merge_command import run_merge
 
-        run_merge(
-            models, output, base=base, density=density, scale=scale, interpolate=interpolate, last=last,
-            data=data, metric=metric, seed=seed, **options,
-        )  # fmt: skip
+        with json_result(json_file) as give:
+            merged = run_merge(
+                models, output, base=base, density=density, scale=scale, interpolate=interpolate, last=last,
+                data=data, metric=metric, seed=seed, **options,
+            )  # fmt: skip
+            give(merged)
         return 0
 
     end(call)
@@ -126,6 +131,7 @@ def edit(
     trust_remote_code: TrustRemoteCode = False,
     strategy: Shards = "ddp",
     nproc: Nproc = 1,
+    json_file: JsonOutput = None,
 ) -> None:
     """Take what tells two sets of texts apart (a language, a source, a length) out of a model."""
 
@@ -141,10 +147,12 @@ def edit(
             return code
         from vembed.tools.edit_command import run_edit
 
-        run_edit(
-            model, output, first, second, components=components, strength=strength, data=data, trials=trials,
-            max_drop=max_drop, seed=seed, trust_remote_code=trust_remote_code, **options,
-        )  # fmt: skip
+        with json_result(json_file) as give:
+            edited = run_edit(
+                model, output, first, second, components=components, strength=strength, data=data, trials=trials,
+                max_drop=max_drop, seed=seed, trust_remote_code=trust_remote_code, **options,
+            )  # fmt: skip
+            give(edited)
         return 0
 
     end(call)

@@ -25,9 +25,8 @@ def printed(*args, **options):
     return scores, console.file.getvalue()
 
 
-def test_tables_and_json(pairs, tmp_path):
-    scores, text = printed(str(shared(tiny_bert_st)), str(pairs), dims=[8], json_file=str(tmp_path / "scores.json"))
-    assert json.loads((tmp_path / "scores.json").read_text()) == scores
+def test_tables(pairs):
+    scores, text = printed(str(shared(tiny_bert_st)), str(pairs), dims=[8])
     assert scores == pytest.approx(evaluate(shared(tiny_bert_st), pairs, dims=[8]))
     lines = [line.split() for line in text.splitlines() if line.strip()]
     assert lines[0] == ["size", "nDCG@10", "MRR@10", "Recall@10", "MAP@10"]
@@ -55,8 +54,3 @@ def test_mapping_split_and_bad_records(tmp_path):
         printed(str(shared(tiny_bert_st)), str(path), column_mapping=mapping)
     scores, _ = printed(str(shared(tiny_bert_st)), str(path), column_mapping=mapping, on_bad_record="skip")
     assert scores["ndcg@10"] == 1.0
-
-
-def test_a_json_file_that_cannot_be_written_is_said_first(pairs, tmp_path):
-    with pytest.raises(UserError, match="is not a folder"):
-        printed("no model", str(pairs), json_file=str(tmp_path / "nowhere" / "scores.json"))

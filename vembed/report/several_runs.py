@@ -32,16 +32,9 @@ class Entrant:
         return bool(self.record.summary.finished)
 
     @property
-    def last_step(self) -> int:
-        """Last step that was logged or evaluated."""
-        record = self.record
-        logged = [int(line["step"]) for line in record.steps[-1:]]
-        return max([*logged, *(one.step for one in record.evaluations), 0])
-
-    @property
     def state(self) -> str:
         """Finished, or stopped and where."""
-        return "finished" if self.is_finished else f"stopped after step {self.last_step:,d}"
+        return "finished" if self.is_finished else f"stopped after step {last_step(self.record):,d}"
 
 
 @dataclass(frozen=True)
@@ -124,6 +117,12 @@ class SeveralRuns:
         return RunChart(metric_name(self.metric), "of each evaluation", lines, "{:.3f}".format, has_points=True)
 
 
+def last_step(record: RunRecord) -> int:
+    """Return the last step that was logged or evaluated."""
+    logged = [int(line["step"]) for line in record.steps[-1:]]
+    return max([*logged, *(one.step for one in record.evaluations), 0])
+
+
 def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
     """Read the folders of at least two runs, finished or not."""
     paths = [Path(one) for one in folders]
@@ -180,7 +179,7 @@ def as_json(runs: SeveralRuns) -> dict[str, Any]:
         "metric": runs.metric or None,
         "compared_with": first.name,
         "best": None if best is None else best.name,
-        "runs": [_run_json(one) for one in runs.entrants],
+        "runs": [run_json(one.name, one.record) for one in runs.entrants],
         "differences": [_against_json(one) for one in runs.against],
         "settings": {
             name: {one.name: value for one, value in zip(runs.entrants, values, strict=True)}
@@ -189,14 +188,15 @@ def as_json(runs: SeveralRuns) -> dict[str, Any]:
     }
 
 
-def _run_json(one: Entrant) -> dict[str, Any]:
-    record = one.record
+def run_json(name: str, record: RunRecord) -> dict[str, Any]:
+    """Return the result of one run as JSON values."""
     return {
-        "name": one.name,
+        "name": name,
         "folder": str(record.folder),
-        "is_finished": one.is_finished,
-        "last_step": one.last_step,
+        "is_finished": bool(record.summary.finished),
+        "last_step": last_step(record),
         "seconds": record.summary.seconds,
+        "metric": record.headline or None,
         "scored_step": None if record.final is None else record.final.step,
         "before": record.before,
         "after": record.after,

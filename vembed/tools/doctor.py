@@ -8,9 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -37,10 +38,13 @@ LARGEST_SIMPLE_BATCH = 16
 LAUNCHER_VARIABLES = re.compile(r"(ACCELERATE|FSDP|TORCHELASTIC)_|GROUP_|ROLE_")
 
 
-def run_doctor(config_path: str | None = None, nproc: int | None = None) -> int:
+def run_doctor(
+    config_path: str | None = None, nproc: int | None = None, *, give: Callable[[Any], None] = lambda _: None
+) -> int:
     """Print the environment, run the self-test, check the config. Return 0 if all passes, else 1.
 
     `nproc`: processes of both; by default as many as the config's run would have on this machine.
+    `give` takes what was found.
     """
     run = None if config_path is None else resolve_run(config_path)
     launch = Launch(nproc, "--nproc") if nproc else None
@@ -49,18 +53,25 @@ def run_doctor(config_path: str | None = None, nproc: int | None = None) -> int:
     num_tested = nproc or (launch.num_processes if run and run.processes.value != "auto" and launch else 0)
     num_tested = num_tested or num_visible_devices() or 2
     _say("vembed doctor", "=" * 50)
-    for line in describe_machine():
+    machine = list(describe_machine())
+    for line in machine:
         _say(line)
     _say("", f"Self-test on {_processes(num_tested)}", "=" * 50)
     env = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
     code = run_ranks([sys.executable, "-m", "vembed.tools.selftest"], rank_environments(num_tested, env=env))
     works = code == 0
+    checks: list[dict[str, Any]] = []
     _say(f"Self-test: {'pass' if works else 'FAIL'}")
     if run is not None and launch is not None:
         _say("", f"Checklist for {config_path} on {_processes(launch.world_size)}", "=" * 50)
         for number, (is_well, line) in enumerate(checklist(run, launch, self_test_passed=works), start=1):
             _say(f"{number}. {line}: {'pass' if is_well else 'FAIL'}")
+            checks.append({"passed": is_well, "check": line})
             works = works and is_well
+    give({
+        "passed": works, "self_test_passed": code == 0, "num_processes": num_tested, "machine": machine,
+        "checks": checks,
+    })  # fmt: skip
     return 0 if works else 1
 
 

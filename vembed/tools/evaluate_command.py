@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from vembed.distributed.session import start_session
-from vembed.errors import UserError
 from vembed.evaluation.dataset import Task
 from vembed.evaluation.scores import REPORTED_K, evaluate
 from vembed.report.record import metric_name
@@ -27,7 +24,6 @@ def run_evaluate(
     ks: Sequence[int] = (1, 5, 10, 100),
     task: Task = "auto",
     split: str | None = None,
-    json_file: str | None = None,
     batch_tokens: int | None = None,
     column_mapping: dict[str, str] | None = None,
     on_bad_record: Literal["stop", "skip"] = "stop",
@@ -36,13 +32,9 @@ def run_evaluate(
     trust_remote_code: bool = False,
     console: Console | None = None,
 ) -> dict[str, float]:
-    """Score `model` on `data`, print the scores, and write them to `json_file`. Runs on as many processes as were
+    """Score `model` on `data`, and print the scores. Runs on as many processes as were
     started: all encode and search, the first one speaks; with `strategy: fsdp` each holds a shard of the model."""
     console = console or Console()
-    if json_file is not None and not Path(json_file).absolute().parent.is_dir():
-        raise UserError(
-            f"{Path(json_file).absolute().parent} is not a folder, so {Path(json_file).name} cannot be written"
-        )
     with start_session(session_config(model, strategy, trust_remote_code=trust_remote_code)) as session:
         scores = evaluate(
             model,
@@ -62,8 +54,6 @@ def run_evaluate(
         if session.is_main:
             for table in score_tables(scores):
                 console.print(table)
-            if json_file is not None:
-                Path(json_file).write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
     return scores
 
 

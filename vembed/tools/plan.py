@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,9 +28,14 @@ BUDGETS = (32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
 
 
 def run_plan(
-    arguments: TrainArguments, env: Mapping[str, str] = os.environ, *, hardware: Hardware | None = None
+    arguments: TrainArguments,
+    env: Mapping[str, str] = os.environ,
+    *,
+    hardware: Hardware | None = None,
+    give: Callable[[Any], None] = lambda _: None,
 ) -> int:
-    """Print the prediction for a config; exit code 0 if it fits, 1 if not. `hardware`: instead of this machine's."""
+    """Print the prediction for a config; exit code 0 if it fits, 1 if not. `hardware`: instead of this machine's.
+    `give` takes the prediction as a dict."""
     run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage, env=env)
     launch = resolve_launch(run, arguments, env, num_gpus=None if hardware is None else hardware.count)
     has_gpu = hardware is not None or torch.cuda.is_available()
@@ -53,8 +59,15 @@ def run_plan(
         f"needs {memory.total / GIB:.1f} GB of the {placement.memory / GIB:.1f} GB of a process ({where}): "
         f"{'fits' if fits else 'does not fit'}. Activations are an estimate; the rest follows from the model's shapes."
     )
-    for line in [] if fits else ways_out(placement, size):
+    ways = [] if fits else ways_out(placement, size)
+    for line in ways:
         console.print(f"  {line}")
+    give({
+        "fits": fits, "needed_bytes": memory.total, "available_bytes": placement.memory, "device": where,
+        "memory_bytes": asdict(memory), "parameters": size.total, "trained_parameters": size.trained,
+        "num_processes": placement.ranks.world_size, "num_shards": placement.num_shards, "rows": placement.rows,
+        "decisions": {name: str(decision) for name, decision in placement.decisions.items()}, "ways_out": ways,
+    })  # fmt: skip
     if gpu is not None:
         console.print(hours_line(placement, size, gpu))
     return 0 if fits else 1

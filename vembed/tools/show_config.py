@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import render, resolve_run
@@ -14,14 +15,18 @@ from vembed.errors import UserError
 from vembed.tools.options_page import options_page
 
 
-def show_config(arguments: TrainArguments) -> int:
+def show_config(arguments: TrainArguments, *, give: Callable[[Any], None] = lambda _: None) -> int:
     """Print the resolved config as YAML, with the origin of each value, what was translated and what has no effect.
-    Raise UserError, after that, if a file that the config names is missing."""
+    Raise UserError, after that, if a file that the config names is missing. `give` takes the same as a dict."""
     resolved = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
     lines = [f"# translated: {line}" for line in resolved.translated] + [f"# note: {line}" for line in resolved.notes]
     sys.stdout.write(render(resolved.config, resolved.origins) + "".join(f"\n{line}" for line in lines))
     sys.stdout.write("\n" if lines else "")
     sys.stdout.flush()
+    give({
+        "options": resolved.config.to_dict(), "origins": resolved.origins, "translated": resolved.translated,
+        "notes": resolved.notes,
+    })  # fmt: skip
     if missing := missing_places(resolved.config, resolved.origins):
         raise UserError("\n".join([missing[0], *(f"also: {one}" for one in missing[1:])]))
     return 0

@@ -1,0 +1,68 @@
+"""`--json`: alone on standard output, or in a file, for every command whose output a program may read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Command
+from tests.tiny import shared, texts, tiny_bert_st
+from vembed.cli_support import json_words
+
+
+@pytest.fixture
+def folder(vembed: Command) -> str:
+    """Data and a config in the current folder."""
+    words = texts(32)
+    rows = [{"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"} for row in range(16)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("cfg.yaml").write_text(f"model_name: {shared(tiny_bert_st)}\ndata_path: train.jsonl\nbatch_size: 8\n")
+    return str(shared(tiny_bert_st))
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["run", "--json"], ["run", "--json=-"]),
+        (["--json", "run"], ["--json=-", "run"]),
+        (["run", "--json", "--nproc", "2"], ["run", "--json=-", "--nproc", "2"]),
+        (["run", "--json", "out.json"], ["run", "--json", "out.json"]),
+        (["run", "--json", "-"], ["run", "--json", "-"]),
+        (["run", "--json=out.txt"], ["run", "--json=out.txt"]),
+    ],
+)
+def test_a_file_may_follow(words: list[str], value: list[str]) -> None:
+    assert json_words(words) == value
+
+
+def read(vembed: Command, *words: str, code: int = 0) -> Any:
+    """The JSON of a command; what people read is on standard error."""
+    done = vembed(*words, "--json")
+    assert done.code == code, done.err
+    return json.loads(done.out)
+
+
+def test_versions_config_and_plan(vembed: Command, folder: str) -> None:
+    assert {"vembed", "python", "torch"} <= set(read(vembed, "version"))
+    config = read(vembed, "config", "cfg.yaml", "epochs=2")
+    assert config["options"]["epochs"] == 2 and config["options"]["batch_size"] == 8 and config["origins"]
+    plan = read(vembed, "plan", "cfg.yaml", "--memory", "80")
+    assert plan["fits"] is True and 0 < plan["needed_bytes"] == sum(plan["memory_bytes"].values())
+    plan = read(vembed, "plan", "cfg.yaml", "--memory", "0.0001", code=1)
+    assert plan["fits"] is False and plan["ways_out"]
+
+
+def test_scores_and_vectors(vembed: Command, folder: str) -> None:
+    scores = read(vembed, "eval", folder, "train.jsonl")
+    assert 0 < scores["ndcg@10"] <= 1
+    assert vembed("eval", folder, "train.jsonl", "--json", "scores.json").code == 0
+    assert json.loads(Path("scores.json").read_text()) == scores
+    done = vembed("eval", folder, "train.jsonl", "--json", "nowhere/scores.json")
+    assert done.code == 2 and "is not a folder" in done.err and len(done.err.splitlines()) == 1
+    encoded = read(vembed, "encode", folder, "train.jsonl", "vectors.npy", "--column", "positive")
+    assert encoded["num_dims"] > 0 and Path("vectors.npy").is_file()
+    merged = read(vembed, "merge", folder, folder, "--output", "merged")
+    assert merged["model_dir"].endswith("merged") and merged["recipe"]["method"] == "mean"
