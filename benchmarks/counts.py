@@ -46,6 +46,7 @@ class Reads(TorchDispatchMode):
         super().__init__()
         self.num_reads = 0
         self.counting = True
+        self.is_in_step = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and self.counting:
@@ -76,8 +77,10 @@ def counting(reads: Reads, forwards: list[int], steps: list[Counter[str]]) -> It
         def call(*args: Any, **options: Any) -> Any:
             if first:
                 collectives.reset_collective_counts()
+            reads.is_in_step = True
             with reads:
                 result = original(*args, **options)
+            reads.is_in_step = False
             if not first:
                 steps.append(Counter(collectives.collective_counts()))
             return result
@@ -92,7 +95,7 @@ def counting(reads: Reads, forwards: list[int], steps: list[Counter[str]]) -> It
             reads.counting = True
 
     def forward(module: nn.Module, *_: Any) -> None:
-        if isinstance(module, EmbeddingModel) and forwards is not None:
+        if isinstance(module, EmbeddingModel) and reads.is_in_step:  # a run also encodes to check what it saves
             forwards.append(1)
 
     padding_mask = modalities.padding_mask

@@ -62,7 +62,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "batch_size": 8,
         "report_to": "none",
     }
-    (place / "cfg.yaml").write_text(yaml.safe_dump(config))
+    (place / "tune").mkdir()
+    for name in ("cfg.yaml", "tune/best.yaml"):
+        (place / name).write_text(yaml.safe_dump(config))
     stages = next(block.text for block in blocks("yaml") if "stages:" in block.text)
     (place / "stages.yaml").write_text(stages)
     before = Path.cwd()
