@@ -44,10 +44,15 @@ class Featuriser:
     """Converter from items to features, and from features to the tensors of a forward pass. Thread-safe."""
 
     def __init__(
-        self, description: ModelDescription, *, cache_bytes: int = 512 * 2**20, image_cache_bytes: int = 2**30
+        self,
+        description: ModelDescription,
+        *,
+        cache_bytes: int = 512 * 2**20,
+        image_cache_bytes: int = 2**30,
+        decoders: int | None = None,
     ) -> None:
         """`cache_bytes` limits the features in memory (once full, further ones are not cached), `image_cache_bytes` the
-        pixels (the most recently used are kept)."""
+        pixels (the most recently used are kept). `decoders`: threads that decode images; None: one per core."""
         self.description = description
         self._prompts: dict[Kind, str] = {"query": description.query_prompt, "document": description.document_prompt}
         # If both prompts are equal, one cache entry serves both kinds.
@@ -59,7 +64,7 @@ class Featuriser:
         self._text: TextProcessing | None = None
         self._pixels: Pixels | None = None
         if description.modalities != ("text",):
-            self._pixels = Pixels(description, cache_bytes=image_cache_bytes)
+            self._pixels = Pixels(description, cache_bytes=image_cache_bytes, decoders=decoders)
         if "multimodal" in description.modalities:
             assert self._pixels is not None
             self._chat = ChatProcessing(description, self._pixels)
@@ -96,6 +101,13 @@ class Featuriser:
             return self._chat.collate(rows, images)
         padding = (self._chat or self._text_processing()).padding
         return padding.pad(rows)
+
+    def decode_ahead(self, features: Sequence[Features]) -> None:
+        """Begin to decode the images of these features in threads, one task per image, as far as the cache holds
+        them."""
+        images = [image for one in features for image in one.images]
+        if self._pixels is not None and images:
+            self._pixels.decode_ahead(images)
 
     def dummy(self, modality: Modality) -> Features:
         """Return a minimal valid input of a modality, for ranks without inputs left.

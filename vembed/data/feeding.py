@@ -1,4 +1,4 @@
-"""Feeder: collated micro-batches on the device, in order, with images decoded ahead by threads."""
+"""Feeder: collated micro-batches on the device, in order, with images decoded ahead by threads, one task per image."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ MicroBatch = list[ModalitySlice]
 """One forward pass of the model: the slice of each modality."""
 ModelInputs = list[tuple[Modality, dict[str, Tensor]]]
 """Arguments of a forward pass: the tensors of each modality."""
-DECODERS = 4
-"""Threads that decode images; Pillow releases the GIL."""
 MICRO_BATCHES_AHEAD = 2
 """Micro-batches whose images are decoded ahead; limits the pixels in host memory."""
 
@@ -42,7 +40,9 @@ class Feeder:
                 yield self._to_device(self._collate(micro_batch, features))
             return
         if self.pool is None:
-            self.pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="vembed-images")
+            # These only wait for images and join them; the featuriser's own threads decode.
+            self.pool = ThreadPoolExecutor(MICRO_BATCHES_AHEAD + 1, thread_name_prefix="vembed-collate")
+        self.featuriser.decode_ahead([features[row] for one in micro_batches for _, rows in one for row in rows])
         waiting: deque[Future[ModelInputs]] = deque()
         for micro_batch in micro_batches:
             waiting.append(self.pool.submit(self._collate, micro_batch, features))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,14 +39,20 @@ class Pixels:
     """Processed images with an LRU cache of `cache_bytes`. Gradient Cache runs every micro-batch twice; the second pass
     reads cached images."""
 
-    def __init__(self, description: ModelDescription, *, cache_bytes: int) -> None:
+    def __init__(self, description: ModelDescription, *, cache_bytes: int, decoders: int | None = None) -> None:
+        """`decoders`: threads that decode; None: one per core of this process."""
         self._processor = load_image_processor(description)
         config = read_config(
             Path(description.image_source or description.source), trust_remote_code=description.trust_remote_code
         ).to_dict()
         self._patch_size = _patch_size(config.get("vision_config", config))
         self._kept: OrderedDict[ImageRef, Processed] = OrderedDict()
-        self._bytes_left = cache_bytes
+        self._cache_bytes = self._bytes_left = cache_bytes
+        self._decoders = decoders or num_cores()
+        self._pool: ThreadPoolExecutor | None = None
+        self._decoding: dict[ImageRef, Future[Processed]] = {}
+        self._bytes_of_one = 0
+        """Of the last image that was made."""
         self._lock = threading.Lock()
 
     @property
@@ -53,8 +62,22 @@ class Pixels:
 
     def stack(self, images: Sequence[ImageRef]) -> Processed:
         """Return the images' tensors, concatenated along the first dimension."""
+        self.decode_ahead(images)
         made = [self._get(image) for image in images]
         return {name: torch.cat([one[name] for one in made]) for name in made[0]}
+
+    def decode_ahead(self, images: Sequence[ImageRef]) -> None:
+        """Begin to decode images, each in a task of its own. No more than half of the cache is decoded ahead: what is
+        not read yet would push out what is."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._decoders, thread_name_prefix="vembed-images")
+            most = max(self._cache_bytes // (2 * max(self._bytes_of_one, 1)), 2 * self._decoders)
+            for image in images:
+                if len(self._decoding) >= most:
+                    return
+                if image not in self._kept and image not in self._decoding:
+                    self._decoding[image] = self._pool.submit(self._make, image)
 
     @cached_property
     def num_patches(self) -> int:
@@ -85,9 +108,15 @@ class Pixels:
             if image in self._kept:
                 self._kept.move_to_end(image)
                 return self._kept[image]
-        made = self._make(image)
+            decoding = self._decoding.get(image)
+        try:
+            made = self._make(image) if decoding is None else decoding.result()
+        finally:
+            with self._lock:
+                self._decoding.pop(image, None)
         size = sum(tensor.nbytes for tensor in made.values())
         with self._lock:
+            self._bytes_of_one = size
             if image not in self._kept:
                 self._kept[image] = made
                 self._bytes_left -= size
@@ -98,6 +127,11 @@ class Pixels:
 
     def _make(self, image: ImageRef) -> Processed:
         return dict(self._processor(images=[load_image(image)], return_tensors="pt"))
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _patch_size(config: dict[str, Any]) -> int:

@@ -149,8 +149,16 @@ class RankBatchStream:
             for number in range(first, end):
                 waiting.append(pool.submit(self.rank_batch, number))
                 if len(waiting) > AHEAD * self.num_workers:
-                    yield waiting.popleft().result()
+                    yield self._taken(waiting)
             while waiting:
-                yield waiting.popleft().result()
+                yield self._taken(waiting)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+    def _taken(self, waiting: deque[Future[RankBatch]]) -> RankBatch:
+        """Return the first batch. Its images, and those of the next one, are decoded while the step computes."""
+        batch = waiting.popleft().result()
+        self.featuriser.decode_ahead(batch.features)
+        if waiting and waiting[0].done() and waiting[0].exception() is None:
+            self.featuriser.decode_ahead(waiting[0].result().features)
+        return batch

@@ -58,7 +58,9 @@ def _why_no_kernel(model: PretrainedConfig, device: torch.device) -> str | None:
         return None
     if not _torch_has_varlen():
         return "flash-attn is not installed, and this torch has no attention for texts of different lengths"
-    return "attention dropout needs flash-attn, which is not installed" if dropout else None
+    if dropout and size % 8:
+        return f"attention dropout with a head size of {size} needs flash-attn, which is not installed"
+    return None
 
 
 def _torch_has_varlen() -> bool:
@@ -206,19 +208,47 @@ def _by_kernel(
             dropout_p=dropout, softmax_scale=scaling, causal=causal, window_size=sides,
         )  # fmt: skip
         return attended
-    from torch.nn.attention.varlen import varlen_attn
-
     grouped: dict[str, Any] = {}
     if query.shape[1] > key.shape[1]:
-        if _varlen_groups():
+        if dropout == 0.0 and _varlen_groups():
             grouped["enable_gqa"] = True
         else:
             times = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+    if dropout > 0.0:
+        return _with_dropout(query, key, value, packed, dropout, scaling, causal, window)
+    from torch.nn.attention.varlen import varlen_attn
+
     output = varlen_attn(
         query, key, value, starts, starts, longest, longest, scale=scaling, window_size=sides, **grouped
     )
     assert isinstance(output, Tensor)
+    return output
+
+
+def _flash_forward() -> Any:
+    return torch.ops.aten._flash_attention_forward
+
+
+def _with_dropout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Packed,
+    dropout: float,
+    scaling: float,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """Run the kernel behind torch's `varlen_attn`, which itself has no dropout. Equal heads; [tokens, heads, size]."""
+    sides: dict[str, int] = {}
+    if window is not None:
+        sides = {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1}
+    starts, longest = packed.starts, packed.longest
+    # The derivative draws the same mask again, from the random state that the operator returns.
+    output: Tensor = _flash_forward()(
+        query, key, value, starts, starts, longest, longest, dropout, causal, False, scale=scaling, **sides
+    )[0]
     return output
 
 

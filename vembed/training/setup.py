@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import psutil
 import torch
 
 from vembed.config.rhythm import Rhythm, Size, passes, rhythm
@@ -15,6 +16,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.batches import BatchSchedule
 from vembed.data.features import Features, Featuriser
 from vembed.data.feeding import Feeder
+from vembed.data.pixels import num_cores
 from vembed.data.rank_batch import RankBatchStream
 from vembed.data.sources import ExampleStore
 from vembed.distributed import collectives
@@ -39,6 +41,8 @@ log = logging.getLogger("vembed")
 
 SAMPLE = 2048
 """Number of documents whose embeddings determine the principal directions."""
+PIXELS_SHARE = 0.1
+"""Share of the free host memory that decoded images may take, over all processes of the machine."""
 SAMPLED = 64
 """Number of examples whose inputs are counted, for the cost of a run."""
 
@@ -93,7 +97,10 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         log.info("%s", line)
     if data.evaluation is not None:
         check_metric(config, data.evaluation, description)
-    featuriser = Featuriser(description)
+    # Both phases of Gradient Cache read the pixels of a batch: a large batch should fit.
+    pixels = max(2**30, int(PIXELS_SHARE * psutil.virtual_memory().available) // session.local_world_size)
+    decoders = max(num_cores() // session.local_world_size, 1)
+    featuriser = Featuriser(description, image_cache_bytes=pixels, decoders=decoders)
     embedder = build_model(
         config,
         description,

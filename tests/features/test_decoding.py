@@ -1,0 +1,89 @@
+"""Images are decoded by one task each, on as many threads as asked for, ahead of the step and not twice."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests import tiny
+from tests.features.test_image_features import image, of_images
+from tests.features.test_text_features import featuriser
+from vembed.data import pixels
+from vembed.data.examples import ImageRef, Item
+from vembed.data.features import Featuriser
+from vembed.data.feeding import Feeder
+from vembed.errors import UserError
+
+COUNT = 24
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ImageRef, str]]:
+    """Images as they are decoded, with the thread."""
+    found: list[tuple[ImageRef, str]] = []
+    load = pixels.load_image
+
+    def noting(ref: ImageRef) -> Image.Image:
+        found.append((ref, threading.current_thread().name))
+        return load(ref)
+
+    monkeypatch.setattr(pixels, "load_image", noting)
+    return found
+
+
+def features_of(mine: Featuriser, count: int = COUNT) -> list:
+    return mine.features([of_images(image(seed=seed)) for seed in range(count)])  # type: ignore[misc]
+
+
+def test_both_phases_of_a_step_decode_each_image_once_and_in_threads_of_their_own(seen) -> None:
+    mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=3)
+    features = features_of(mine)
+    seen.clear()
+    micro_batches = [[("image", list(range(start, start + 6)))] for start in range(0, COUNT, 6)]
+    feeder = Feeder(mine, torch.device("cpu"))
+    first, second = list(feeder.feed(micro_batches, features)), list(feeder.feed(micro_batches, features))
+    assert len(seen) == COUNT, "with Gradient Cache nothing is decoded twice"
+    assert all(name.startswith("vembed-images") for _, name in seen)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one[0][1]["pixel_values"], other[0][1]["pixel_values"])
+
+
+def test_as_many_images_are_decoded_at_once_as_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=4)
+    features = features_of(mine, 4)
+    together = threading.Barrier(4, timeout=60)
+    load = pixels.load_image
+
+    def waiting(ref: ImageRef) -> Image.Image:
+        together.wait()  # breaks unless four threads are here at once, although all are of one micro-batch
+        return load(ref)
+
+    monkeypatch.setattr(pixels, "load_image", waiting)
+    assert len(mine.collate(features)["pixel_values"]) == 4
+
+
+def test_decoding_ahead_stays_within_the_cache(seen) -> None:
+    size = 3 * 32 * 32 * 4
+    mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=1, image_cache_bytes=8 * size)
+    features = features_of(mine)
+    mine.collate(features[:1])
+    seen.clear()
+    mine.decode_ahead(features[1:])
+    mine.collate(features[1:5])
+    assert len(seen) == 4, "half of the cache, of which nothing is lost before it is read"
+    mine.collate(features[5:])
+    assert len(seen) == COUNT - 1
+
+
+def test_an_image_that_breaks_ahead_is_named_where_it_is_used(tmp_path: Path) -> None:
+    mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=2)
+    path = tmp_path / "gone.png"
+    features = mine.features([(Item(images=(ImageRef(path=str(path)),)), "document")])
+    mine.decode_ahead(features)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"gone\.png does not exist"):
+            mine.collate(features)
