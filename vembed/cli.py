@@ -149,6 +149,9 @@ def encode(
         str, typer.Option(help="Hidden states instead of embeddings: all, or layers as 0,6,12 (0: the embeddings).")
     ] = "",
     pooling: Annotated[str, typer.Option(help="--layers: cls, mean, last, ... Default: the model's own.")] = "",
+    precision: Annotated[
+        str, typer.Option(help="Of the vectors: float32, int8, uint8, binary or ubinary (one bit per coordinate).")
+    ] = "float32",
     image_root: ImageRoot = None,
     batch_tokens: BatchTokens = None,
     torch_dtype: WeightsDtype = "auto",
@@ -163,6 +166,7 @@ def encode(
         options: dict[str, Any] = {
             "kind": _word("--kind", kind, ("query", "document")),
             "input_format": _word("--input-format", input_format, ("auto", "jsonl", "text")),
+            "precision": _word("--precision", precision, ("float32", "int8", "uint8", "binary", "ubinary")),
             "layers": "all" if layers == "all" else _numbers("--layers", layers.strip("[]")) or None,
             "pooling": _word("--pooling", pooling, ("cls", "mean", "last", "weighted_mean", "max"))
             if pooling

@@ -161,6 +161,26 @@ def test_for_a_server(tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "--for tei reads --format safetensors" in refused.stderr
 
 
+def test_a_static_student(tmp_path: Path) -> None:
+    """It loads in Sentence Transformers, has a vector per token, and its similarities follow the model's."""
+    from sentence_transformers import SentenceTransformer
+
+    done = run("export", model_folder(), tmp_path / "student", "--format", "static")
+    assert done.exit_code == 0, done.output
+    assert "Spearman correlation" in done.output
+    check = json.loads((tmp_path / "student" / "export.json").read_text())["check"]
+    assert check["rank_correlation"] > 0.2
+    student = SentenceTransformer(str(tmp_path / "student"), device="cpu")
+    one, other, both = student.encode(["red", "green", "red green"])
+    assert one.shape == (24,)
+    np.testing.assert_allclose(np.linalg.norm(both), 1, rtol=1e-5)
+    table = student[0].embedding.weight.detach().numpy()
+    ids = student[0].tokenizer.encode("red green", add_special_tokens=False).ids
+    mean = table[ids].mean(axis=0)
+    np.testing.assert_allclose(both, mean / np.linalg.norm(mean), atol=1e-5)
+    assert not np.allclose(one, other)
+
+
 # ---- check-server --------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_clip, tiny_qwen3_st
 from vembed import Embedder, UserError
+from vembed.inference.quantization import quantized, ranges_of
 from vembed.tools import encode
 from vembed.tools.encode import run_encode
 
@@ -270,3 +271,23 @@ def test_columns_that_are_not_there_are_found_before_the_model_is_loaded(texts, 
         run_encode("no model", str(texts), target, keep=["id"])
     with pytest.raises(UserError, match="name each column once"):
         run_encode("no model", source, target, keep=["Nr", "Nr"])
+
+
+def test_vectors_in_fewer_bits(texts, tmp_path, monkeypatch):
+    """int8 levels are those of the first inputs for all chunks; bits are signs."""
+    folder = str(shared(tiny_bert_st))
+    run_encode(folder, str(texts), str(tmp_path / "float.npy"))
+    full = np.load(tmp_path / "float.npy")
+    for precision, dtype in (("int8", np.int8), ("ubinary", np.uint8), ("binary", np.int8)):
+        run_encode(folder, str(texts), str(tmp_path / "small.npy"), precision=precision)
+        small = np.load(tmp_path / "small.npy")
+        assert small.dtype == dtype
+        np.testing.assert_array_equal(small, quantized(full, precision))
+    monkeypatch.setattr("vembed.tools.encode.CHUNK_LINES", 2)
+    run_encode(folder, str(texts), str(tmp_path / "chunks.npy"), precision="int8")
+    expected_levels = quantized(full, "int8", ranges_of(full[:2]))
+    off = np.abs(np.load(tmp_path / "chunks.npy").astype(int) - expected_levels)
+    assert off.max() <= 1, "batches differ in the last bit, which may change a level by one"
+    run_encode(folder, str(texts), str(tmp_path / "small.parquet"), precision="ubinary")
+    found = np.stack(pq.read_table(tmp_path / "small.parquet")["embedding"].to_numpy())
+    np.testing.assert_array_equal(found, quantized(full, "ubinary"))

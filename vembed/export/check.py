@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 import numpy as np
+from scipy.stats import spearmanr
 
 from vembed.data.examples import Item, Kind
 from vembed.evaluation.dataset import EvalData, RetrievalData
@@ -14,6 +15,7 @@ from vembed.evaluation.retrieval import retrieval_metrics
 from vembed.export.formats import ExportReader, WeightPrecision
 from vembed.families.table import Pooling
 from vembed.inference.embedder import Embedder
+from vembed.inference.encoding import first_dims
 from vembed.models.embedding_model import EmbeddingModel
 
 NUM_TEXTS = 200
@@ -46,6 +48,9 @@ class Check:
     ndcg_model: float | None = None
     ndcg_export: float | None = None
     evaluation: str = ""
+    rank_correlation: float | None = None
+    """Of a student: Spearman's correlation of the similarities of all pairs. It has vectors of its own, so that
+    distances to the model's say nothing."""
 
     @property
     def passes(self) -> bool:
@@ -58,10 +63,11 @@ class Check:
 
     def lines(self) -> list[str]:
         """Return what is printed and written into the card."""
-        found = [
-            f"{self.num_texts:,d} texts through the model and through {self.runtime}: largest cosine distance "
-            f"{self.largest_distance:.2g} (tolerance {self.tolerance:.2g})"
-        ]
+        both = f"{self.num_texts:,d} texts through the model and through {self.runtime}"
+        if self.rank_correlation is not None:
+            found = [f"{both}: Spearman correlation {self.rank_correlation:.3f} of the similarities of all pairs"]
+        else:
+            found = [f"{both}: largest cosine distance {self.largest_distance:.2g} (tolerance {self.tolerance:.2g})"]
         if self.ndcg_model is not None and self.ndcg_export is not None:
             found.append(
                 f"nDCG@10 of the model {self.ndcg_model:.4f}, of the export {self.ndcg_export:.4f} "
@@ -137,6 +143,16 @@ def distances(one_ND: np.ndarray, other_ND: np.ndarray) -> np.ndarray:
     lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
     found: np.ndarray = 1 - np.einsum("nd,nd->n", one, other) / np.maximum(lengths, 1e-300)
     return np.where(np.isfinite(found), np.maximum(found, 0.0), np.inf)
+
+
+def similarity_correlation(one_ND: np.ndarray, other_ND: np.ndarray) -> float:
+    """Return Spearman's correlation of the cosine similarities of all pairs of rows."""
+    above = np.triu_indices(len(one_ND), 1)
+    found = []
+    for vectors in (one_ND, other_ND):
+        unit = first_dims(vectors, vectors.shape[1], True)
+        found.append((unit @ unit.T)[above])
+    return float(spearmanr(*found).statistic)
 
 
 def compare(reader_name: str, model_ND: np.ndarray, export_ND: np.ndarray, texts: Texts, tolerance: float) -> Check:

@@ -12,9 +12,15 @@ Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "int8", "uint8", "binary", "ubinary")
 
 
-def quantized(vectors_ND: np.ndarray, precision: Precision) -> np.ndarray:
-    """Return the vectors in a precision. int8 and uint8 take the range of each coordinate from these vectors; binary
-    and ubinary keep one bit per coordinate, eight in a byte."""
+def ranges_of(vectors_ND: np.ndarray) -> np.ndarray:
+    """Return [2, d] float32, the lowest and highest value of each coordinate."""
+    return np.stack([vectors_ND.min(axis=0), vectors_ND.max(axis=0)]).astype(np.float32)
+
+
+def quantized(vectors_ND: np.ndarray, precision: Precision, ranges_2D: np.ndarray | None = None) -> np.ndarray:
+    """Return the vectors in a precision. int8 and uint8 take the range of each coordinate from `ranges_2D`, and values
+    beyond it are cut off; without, from these vectors. binary and ubinary keep one bit per coordinate, eight in a
+    byte."""
     if precision not in PRECISIONS:
         raise UserError(f"precision is {precision!r}; give one of {', '.join(PRECISIONS)}")
     if precision == "float32":
@@ -22,12 +28,12 @@ def quantized(vectors_ND: np.ndarray, precision: Precision) -> np.ndarray:
     if precision in ("binary", "ubinary"):
         packed: np.ndarray = np.packbits(vectors_ND > 0, axis=1)
         return packed if precision == "ubinary" else (packed.astype(np.int16) - 128).astype(np.int8)
-    if len(vectors_ND) < 2:
+    if ranges_2D is None and len(vectors_ND) < 2:
         raise UserError(
             f"precision is {precision!r} for {len(vectors_ND)} vector(s): the range of each coordinate comes from the "
             "vectors that are encoded together; give at least two, better a thousand"
         )
-    low, high = vectors_ND.min(axis=0), vectors_ND.max(axis=0)
+    low, high = ranges_of(vectors_ND) if ranges_2D is None else ranges_2D
     steps = np.where(high > low, (high - low) / 255, 1)
-    levels: np.ndarray = ((vectors_ND - low) / steps).astype(np.uint8)
+    levels: np.ndarray = np.clip((vectors_ND - low) / steps, 0, 255).astype(np.uint8)
     return levels if precision == "uint8" else (levels.astype(np.int16) - 128).astype(np.int8)

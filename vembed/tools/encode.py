@@ -19,12 +19,23 @@ from vembed.errors import UserError
 from vembed.families.table import Pooling
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import Progress, encode_items
+from vembed.inference.quantization import Precision as VectorPrecision
+from vembed.inference.quantization import quantized, ranges_of
 from vembed.progress import ProgressReport, duration
 from vembed.tools.encode_input import ID_COLUMNS, ITEM_COLUMNS, Format, InputLines, InputParser, check_kept, rows_of
 from vembed.tools.vector_files import check_kept_names, check_target, kept_beside, vector_writer
 
 CHUNK_LINES = 65_536
 """Lines that are read, sorted by length, encoded and written together; memory does not grow with the file."""
+
+DTYPES: dict[VectorPrecision, Literal["float32", "int8", "uint8"]] = {
+    "float32": "float32",
+    "int8": "int8",
+    "uint8": "uint8",
+    "binary": "int8",
+    "ubinary": "uint8",
+}
+"""Dtype of the stored numbers by precision."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,7 @@ def run_encode(
     normalize: bool | None = None,
     layers: Literal["all"] | Sequence[int] | None = None,
     pooling: Pooling | None = None,
+    precision: VectorPrecision = "float32",
     column: str | None = None,
     keep: Sequence[str] = (),
     input_format: Format = "auto",
@@ -61,7 +73,8 @@ def run_encode(
 
     Runs on as many processes as were started: the first one reads and writes, all encode; with `strategy: fsdp` each
     holds a shard of the model. Vectors have length 1 where the model says so, also after `truncate_dim`; `normalize`
-    decides otherwise. `layers`: hidden states of these layers, pooled by `pooling`, instead of embeddings.
+    decides otherwise. `precision`: of the vectors; for int8 and uint8 the range of each coordinate is that of the first
+    CHUNK_LINES inputs. `layers`: hidden states of these layers, pooled by `pooling`, instead of embeddings.
     """
     target = check_target(output)
     check_kept_names(keep)
@@ -69,6 +82,8 @@ def run_encode(
         raise UserError("hidden states (--layers) are written as they are, to a .npy file")
     if pooling is not None and layers is None:
         raise UserError("--pooling is for hidden states (--layers); embeddings are pooled as the model says")
+    if precision != "float32" and layers is not None:
+        raise UserError(f"--precision {precision} is of embeddings; hidden states (--layers) are float32")
     console = Console(stderr=True)
     config = session_config(model, strategy, trust_remote_code=trust_remote_code)
     with start_session(config) as session:
@@ -88,13 +103,14 @@ def run_encode(
             trust_remote_code=trust_remote_code,
             session=session,
         )
-        work: _Work = _Embeddings(embedder, kind, batch_tokens, normalize)
+        work: _Work = _Embeddings(embedder, kind, batch_tokens, normalize, precision)
         if layers is not None:
             work = _Layers(embedder, kind, batch_tokens, layers, pooling)
             lines.chunk = max(CHUNK_LINES // (10 * work.shape[0]), 1)
+        dtype = DTYPES[precision]
         began = time.monotonic()
         with (
-            vector_writer(target, work.shape, keep, active=session.is_main) as writer,
+            vector_writer(target, work.shape, keep, active=session.is_main, dtype=dtype) as writer,
             ProgressReport("encoding", active=session.is_main, console=console) as progress,
         ):
             done = 0
@@ -113,8 +129,8 @@ def run_encode(
         result = Encoded(target, done, work.shape[-1], seconds)
         if session.is_main:
             console.print(
-                f"{target}: {' x '.join(f'{size:,d}' for size in (done, *work.shape))} float32, in {duration(seconds)} "
-                f"({done / max(seconds, 1e-9):,.0f}/s)" + kept_beside(target, keep),
+                f"{target}: {' x '.join(f'{size:,d}' for size in (done, *work.shape))} {precision}, in "
+                f"{duration(seconds)} ({done / max(seconds, 1e-9):,.0f}/s)" + kept_beside(target, keep),
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
     return result
@@ -145,16 +161,26 @@ class _Work(Protocol):
 class _Embeddings:
     """Embeddings."""
 
-    def __init__(self, embedder: Embedder, kind: Kind, batch_tokens: int | None, normalize: bool | None) -> None:
+    def __init__(
+        self,
+        embedder: Embedder,
+        kind: Kind,
+        batch_tokens: int | None,
+        normalize: bool | None,
+        precision: VectorPrecision,
+    ) -> None:
+        self.precision = precision
+        self.ranges: np.ndarray | None = None
         self.embedder = embedder
         self.kind: Kind = kind
         self.batch_tokens = batch_tokens
         self.unit = embedder.description.normalize if normalize is None else normalize
-        self.shape: tuple[int, ...] = (embedder.truncate_dim or embedder.description.embedding_dim,)
+        dim = embedder.truncate_dim or embedder.description.embedding_dim
+        self.shape: tuple[int, ...] = (-(-dim // 8) if precision in ("binary", "ubinary") else dim,)
 
     def __call__(self, items: list[Item], progress: Progress) -> np.ndarray:
         """The rows of some inputs; collective."""
-        return encode_items(
+        vectors = encode_items(
             self.embedder.model,
             self.embedder.featuriser,
             items,
@@ -165,6 +191,9 @@ class _Embeddings:
             truncate_dim=self.embedder.truncate_dim,
             progress=progress,
         )
+        if self.ranges is None and len(vectors) > 1:
+            self.ranges = ranges_of(vectors)  # of the first inputs, for all: levels mean the same in the whole file
+        return quantized(vectors, self.precision, self.ranges)
 
 
 class _Layers:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -71,8 +71,9 @@ class _NpyWriter:
     """A .npy file that grows; its header has a fixed size and is written again at the end with the number of rows. Kept
     columns go to a file of their own."""
 
-    def __init__(self, file: BinaryIO, shape: tuple[int, ...], beside: BinaryIO | None) -> None:
+    def __init__(self, file: BinaryIO, shape: tuple[int, ...], beside: BinaryIO | None, dtype: np.dtype[Any]) -> None:
         self.file = file
+        self.dtype = dtype
         self.shape = shape
         self.beside = beside
         self.num_rows = 0
@@ -81,7 +82,7 @@ class _NpyWriter:
     def write(self, embeddings_ND: np.ndarray, ids: list[str | None], kept: Mapping[str, list[Any]]) -> None:  # noqa: ARG002 - an array has no names
         """Append rows."""
         self.num_rows += len(embeddings_ND)
-        self.file.write(np.ascontiguousarray(embeddings_ND, np.float32).tobytes())
+        self.file.write(np.ascontiguousarray(embeddings_ND, self.dtype).tobytes())
         if self.beside is not None:
             for values in zip(*kept.values(), strict=True):
                 line = json.dumps(dict(zip(kept, values, strict=True)), ensure_ascii=False)
@@ -94,7 +95,7 @@ class _NpyWriter:
 
     def _header(self) -> None:
         shape = (self.num_rows, *self.shape)
-        text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}"
+        text = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
         magic = b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little")
         self.file.write(magic + text.ljust(HEADER_BYTES - 11).encode() + b"\n")
 
@@ -102,8 +103,9 @@ class _NpyWriter:
 class _ParquetWriter:
     """A row group per chunk: the kept columns, the embedding, and the id where the first record has one."""
 
-    def __init__(self, file: BinaryIO, num_dims: int, keep: Sequence[str]) -> None:
+    def __init__(self, file: BinaryIO, num_dims: int, keep: Sequence[str], dtype: np.dtype[Any]) -> None:
         self.file = file
+        self.dtype = dtype
         self.num_dims = num_dims
         self.keep = tuple(keep)
         self.writer: pq.ParquetWriter | None = None
@@ -116,7 +118,7 @@ class _ParquetWriter:
             self._open({name: _type_of(values) for name, values in kept.items()})
         assert self.writer is not None
         schema = self.writer.schema
-        flat = pa.array(np.ascontiguousarray(embeddings_ND, np.float32).reshape(-1))
+        flat = pa.array(np.ascontiguousarray(embeddings_ND, self.dtype).reshape(-1))
         columns = [pa.array(ids, pa.string())] if self.has_ids else []
         columns += [_column(name, kept[name], schema.field(name).type) for name in self.keep]
         columns.append(pa.FixedSizeListArray.from_arrays(flat, self.num_dims))
@@ -132,7 +134,7 @@ class _ParquetWriter:
     def _open(self, kept: Mapping[str, pa.DataType]) -> None:
         fields = [pa.field("id", pa.string())] if self.has_ids else []
         fields += [pa.field(name, kind) for name, kind in kept.items()]
-        fields.append(pa.field("embedding", pa.list_(pa.float32(), self.num_dims)))
+        fields.append(pa.field("embedding", pa.list_(pa.from_numpy_dtype(self.dtype), self.num_dims)))
         names = [one.name for one in fields[:-1]]
         self.writer = pq.ParquetWriter(self.file, pa.schema(fields), compression="zstd", use_dictionary=names)
 
@@ -159,7 +161,12 @@ def _column(name: str, values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 @contextmanager
 def vector_writer(
-    target: Path, shape: tuple[int, ...], keep: Sequence[str] = (), *, active: bool
+    target: Path,
+    shape: tuple[int, ...],
+    keep: Sequence[str] = (),
+    *,
+    active: bool,
+    dtype: Literal["float32", "int8", "uint8"] = "float32",
 ) -> Iterator[VectorWriter]:
     """Writes beside the target and moves it there at the end; not `active`: takes vectors and writes nothing. `shape`:
     of what stands for one input, more than one dimension in .npy alone. `keep`: names of the kept columns."""
@@ -174,9 +181,9 @@ def vector_writer(
             file, *beside = [stack.enter_context(one.open("wb")) for one in partials]
             writer: VectorWriter
             if is_array:
-                writer = _NpyWriter(file, shape, beside[0] if beside else None)
+                writer = _NpyWriter(file, shape, beside[0] if beside else None, np.dtype(dtype))
             else:
-                writer = _ParquetWriter(file, shape[0], keep)
+                writer = _ParquetWriter(file, shape[0], keep, np.dtype(dtype))
             yield writer
             writer.close()
         for partial, one in zip(partials, targets, strict=True):
