@@ -120,4 +120,5 @@ def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> torch
     frequency = (1 / ranks) / (1 / ranks).sum()
     table = (centred @ directions) * (COEFFICIENT / (COEFFICIENT + frequency))[:, None]
     table[special] = 0.0
-    return table.float().contiguous()
+    found: torch.Tensor = table.float().contiguous()
+    return found
