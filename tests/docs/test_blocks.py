@@ -21,7 +21,7 @@ import vembed
 from tests import tiny
 from tests.docs.pages import ROOT, Block, blocks, commands
 from vembed.cli import app, run_process
-from vembed.cli_support import taken_flags
+from vembed.cli_support import json_words, taken_flags
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
@@ -160,7 +160,7 @@ def check_vembed(words: list[str]) -> None:
     elif verb in DATA_VERBS:
         assert rest == ["--help"] or DATA_VERBS[verb]([*rest, "--dry-run"]) == 0
     elif verb in ("config", "plan"):
-        rest, (gpu, memory) = taken_flags(rest, ("--gpu", "--memory"))
+        rest, (gpu, memory, _) = taken_flags(json_words(rest), ("--gpu", "--memory", "--json"))
         read_hardware(gpu, memory)
         resolve_run(parse_train_arguments(rest or ["cfg.yaml"]).config)
     elif verb != "--help":

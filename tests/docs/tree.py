@@ -14,7 +14,7 @@ WIDTH = 140
 COLUMN = 26
 LAST = {
     "configs/": "accelerate_fsdp.yaml and the presets",
-    "examples/": "a YAML and a script per recipe, sample data, Slurm, Kubernetes",
+    "examples/": "a YAML and a script per recipe, sample data; launch/: Slurm, Kubernetes, SkyPilot, Modal, HF Jobs",
     "benchmarks/": "side-by-side runs against other libraries",
     "docs/": "these pages; options.md is written from the schema",
     "tests/": "as the package; parity/ against the formulas, acceptance/ the table of what was promised",
