@@ -24,7 +24,7 @@ from vembed.training.setup import source_weights
 
 
 def files(folder: Path) -> list[dict[str, Any]]:
-    """Retrieval rows with negatives, scored sentence pairs, and rows with a teacher's scores."""
+    """Retrieval rows with negatives, scored sentence pairs, rows with a teacher's scores, and labelled texts."""
     words = texts(200, seed=4, longest=14)
     rows = {
         "retrieval": [
@@ -39,6 +39,7 @@ def files(folder: Path) -> list[dict[str, Any]]:
             }
             for n in range(16)
         ],
+        "topics": [{"text": words[180 + n], "label": f"class {n % 5}"} for n in range(16)],
     }  # fmt: skip
     for name, records in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
@@ -48,13 +49,14 @@ def files(folder: Path) -> list[dict[str, Any]]:
         {"path": str(folder / "retrieval.jsonl"), "name": "retrieval", "max_negatives": 1},
         {"path": str(folder / "sts.jsonl"), "name": "sts", **cosent},
         {"path": str(folder / "scored.jsonl"), "name": "scored", **scored},
+        {"path": str(folder / "topics.jsonl"), "name": "topics"},
     ]
 
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
     return {
         "model_name": str(shared(tiny_bert)), "data_path": files(folder), "homogeneous_batches": True,
-        "global_batch_size": 4, "max_steps": 6, "logging_steps": 1, "report_to": [], "learning_rate": 1e-3,
+        "global_batch_size": 4, "max_steps": 8, "logging_steps": 1, "report_to": [], "learning_rate": 1e-3,
         "lr_scheduler_type": "constant", "warmup_ratio": 0.0,
         "output_dir": str(folder / "out"), **more,
     }  # fmt: skip
@@ -70,13 +72,17 @@ def train(settings: dict[str, Any]) -> list[dict[str, Any]]:
 def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path: Path) -> None:
     one = train(options(tmp_path))
     tasks = [next(name for name in step if name.startswith("loss/")) for step in one]
-    assert set(tasks) == {"loss/retrieval", "loss/sts", "loss/scored"}
+    assert set(tasks) == {"loss/retrieval", "loss/sts", "loss/scored", "loss/topics"}
     for step, task in zip(one, tasks, strict=True):
         assert step[task] == pytest.approx(step["loss"], rel=1e-6)
+    terms = [name for step in one for name in step if name.count("/") == 2]
+    assert set(terms) == {"loss/sts/cosent", "loss/scored/kl", "loss/scored/infonce"}
+    scored = next(step for step in one if "loss/scored" in step)
+    assert scored["loss"] == pytest.approx(scored["loss/scored/kl"] + 0.1 * scored["loss/scored/infonce"], rel=1e-6)
     sharded = options(tmp_path, output_dir=str(tmp_path / "two"), strategy="fsdp", use_fsdp=True, save_steps=3)
     run_ranks(train, 2, {**sharded, "max_steps": 3}, timeout=90, process_group=False)
     two = run_ranks(train, 2, {**sharded, "resume": True}, timeout=90, process_group=False)[0]
-    assert [step["step"] for step in two] == list(range(1, 7))
+    assert [step["step"] for step in two] == list(range(1, 9))
     losses = [[step["loss"] for step in steps] for steps in (one, two)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vembed.data.arrangement import arrange, find_conflicts
+from vembed.data.class_batches import ClassBatches, random_bits
 from vembed.errors import UserError
 
 EPOCHS_KEPT = 2
@@ -68,8 +69,10 @@ class BatchSchedule:
     A source of weight w contributes w times its size to each epoch. It is drawn in random passes that continue over
     epochs, so that no example repeats before all others of its source were drawn. With `homogeneous`, all examples of a
     batch come from one source. With `keys`, no two examples of a batch share content: examples of the same content go
-    to different batches. Examples that do not fill a batch at the end of an epoch are dropped from that epoch; with
-    `drop_last=False`, or where there is no other batch, they make a smaller one.
+    to different batches. With `labels`, no two examples of a batch share a class (class_batches.py).
+
+    Examples that do not fill a batch at the end of an epoch are dropped from that epoch; with `drop_last=False`, or
+    where there is no other batch, they make a smaller one.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class BatchSchedule:
         homogeneous: bool = False,
         keys: ContentKeys | None = None,
         drop_last: bool = True,
+        labels: Sequence[np.ndarray | None] = (),
     ) -> None:
         self.sizes = tuple(sizes)
         self.global_batch_size = global_batch_size
@@ -95,6 +99,15 @@ class BatchSchedule:
             max(1, round(size * weight)) for size, weight in zip(sizes, weights or [1.0] * len(self.sizes), strict=True)
         ]
         self._names = names or [f"source {number}" for number in range(1, len(self.sizes) + 1)]
+        if any(one is not None for one in labels) and len(self.sizes) > 1 and not homogeneous:
+            raise UserError(
+                "data_path: a source with a label needs batches of its own beside others: set homogeneous_batches: true"
+            )
+        self._classes = {
+            source: ClassBatches(self._names[source], one, self._num_drawn[source], global_batch_size, seed, source)
+            for source, one in enumerate(labels)
+            if one is not None
+        }
         self._orders: dict[int, Batches] = {}
         self._lock = threading.Lock()
         # Per group of sources; a group is one source, or all of them mixed.
@@ -121,6 +134,15 @@ class BatchSchedule:
                 self._orders[epoch] = order
         return order[step].copy()
 
+    def positives(self, epoch: int, step: int) -> np.ndarray | None:
+        """Return another example of the same class for each example of a batch of a labelled source, else None."""
+        examples = self.batch(epoch, step)
+        source = self.source_of(int(examples[0]))
+        if source not in self._classes:
+            return None
+        first = int(self._first[source])
+        return self._classes[source].positives(examples - first, epoch, step) + first
+
     def source_of(self, index: int) -> int:
         """Return the number of the source that an example comes from."""
         return int(np.searchsorted(self._first, index, side="right")) - 1
@@ -143,6 +165,10 @@ class BatchSchedule:
             ]
             if small:
                 line += f", since {' and '.join(small)} in all"
+        for source, one in self._classes.items():
+            line += f"; {self._names[source]}: {one.size:,d} of {one.num_classes:,d} classes in a batch"
+            if one.num_alone:
+                line += f" ({one.num_alone:,d} examples are alone in their class and left out)"
         return line
 
     def _group_sizes(self) -> list[tuple[str, int]]:
@@ -163,9 +189,15 @@ class BatchSchedule:
         """Return the batches of each group of sources."""
         drawn = [self._draw(source, epoch) for source in range(len(self.sizes))]
         streams = drawn if self.homogeneous else [self._mix(drawn, epoch)]
+        return [self._group(number, stream, epoch) for number, stream in enumerate(streams)]
+
+    def _group(self, number: int, stream: np.ndarray, epoch: int) -> Batches:
+        """Return the batches of one group, of the examples drawn for it."""
+        if number in self._classes:
+            return Batches.of(list(self._classes[number].batches(epoch) + int(self._first[number])))
         if self.keys is None:
-            return [self._blocks(stream) for stream in streams]
-        return [self._without_duplicates(group, stream, self.keys, epoch) for group, stream in enumerate(streams)]
+            return self._blocks(stream)
+        return self._without_duplicates(number, stream, self.keys, epoch)
 
     def _blocks(self, stream: np.ndarray) -> Batches:
         """Cut a stream into batches, in order."""
@@ -221,8 +253,7 @@ class BatchSchedule:
 
     def _shuffled(self, size: int, *stream: int) -> np.ndarray:
         """Return a permutation from raw bits and a stable sort: numpy guarantees only these across versions."""
-        bits = np.random.Philox(np.random.SeedSequence([self.seed, *stream]))
-        return np.argsort(bits.random_raw(size), kind="stable")
+        return np.argsort(random_bits(self.seed, size, *stream), kind="stable")
 
 
 def rank_rows(num_rows: int, rank: int, world_size: int) -> slice:

@@ -17,7 +17,7 @@ import numpy as np
 from vembed.data.batches import ContentKeys
 from vembed.data.index import Counts, Index
 
-FORMAT = 2
+FORMAT = 3
 """Format version. Increase it when the meaning of records or the layout of an entry changes."""
 
 
@@ -63,6 +63,7 @@ class IndexCache:
             lines=arrays["lines"],
             keys=ContentKeys(arrays["key_values"], arrays["key_starts"]) if "key_values" in arrays else None,
             counts=Counts(**facts["counts"]),
+            labels=arrays.get("labels"),
             **facts["others"],
         )
 
@@ -84,6 +85,8 @@ class IndexCache:
         arrays = {"starts": index.starts, "sizes": index.sizes, "lines": index.lines}
         if index.keys is not None:
             arrays |= {"key_values": index.keys.values, "key_starts": index.keys.starts}
+        if index.labels is not None:
+            arrays["labels"] = index.labels
         for name, array in arrays.items():
             np.save(folder / f"{name}.npy", array)
         facts = {

@@ -24,8 +24,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "negative_score": ("negative_score", "negative_scores", "neg_scores"),
 }  # fmt: skip
 """Accepted column names of each part of a record. If a record has several columns for one part, the first is read; all
-are read for negatives, and `negative_1`, `negative_2` ... are negatives too. `label` is a score only beside sentence1
-and sentence2; elsewhere it may have any meaning."""
+are read for negatives, and `negative_1`, `negative_2` ... are negatives too. `label` is a score beside sentence1 and
+sentence2, a class beside a text or image without a pair, and not read elsewhere."""
 
 GUESSES: dict[str, tuple[str, ...]] = {
     "query": (
@@ -41,10 +41,12 @@ GUESSES: dict[str, tuple[str, ...]] = {
 """Likely column names that are not read automatically; used for advice and by `vembed init`."""
 
 TEXT = "text"
-"""Column of records that are one text, for runs without pairs."""
+"""Column of records that are one text, for runs without pairs and for labelled data."""
+LABEL = "label"
+"""Column of the class of a text or image."""
 _NUMBERED_NEGATIVE = re.compile(r"(neg|negative)_(\d+)")
 _LAYOUTS_KEPT = 1024
-_ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names}
+_ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names} | {TEXT: TEXT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class Layout:
     negative_score: str | None
     are_sentences: bool
     problem: str | None
+    label: str | None = None
+    """Class of the query; there is no positive then."""
 
     def columns(self) -> list[str]:
         """Return all columns that are read."""
@@ -74,6 +78,7 @@ class Layout:
             self.negative_image,
             self.score,
             self.negative_score,
+            self.label,
         )
         return [name for name in (*single, *self.negatives) if name is not None]
 
@@ -88,6 +93,7 @@ class Columns:
         sources, and this one need not have all of its names. `texts_alone`: a record may be a single `text`, which is
         query and positive then."""
         self._mapping = _roles(mapping or {})
+        self._labels = [name for name, target in (mapping or {}).items() if target == LABEL]
         self._texts_alone = texts_alone
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._unused: dict[str, None] = {}
@@ -139,7 +145,7 @@ class Columns:
 
     def _find(self, columns: tuple[str, ...]) -> Layout:
         mapped = {name: self._mapping[name] for name in columns if name in self._mapping}
-        found: dict[str, list[str]] = {role: [] for role in COLUMNS}
+        found: dict[str, list[str]] = {role: [] for role in (*COLUMNS, TEXT)}
         for name, role in mapped.items():
             found[role].append(name)
         are_sentences = "sentence1" in columns and "sentence2" in columns and not found["query"]
@@ -152,16 +158,24 @@ class Columns:
         )
         if not are_sentences and "label" not in mapped:
             found["score"] = [name for name in found["score"] if name != "label"]
+        text = found.pop(TEXT) or [name for name in (TEXT,) if name in present and name not in mapped]
+        label = None if self._texts_alone else self._label(found, text, present)
+        if label is not None:
+            images = found["query_image"] or found["positive_image"]
+            found = {role: [] for role in COLUMNS} | {
+                "query": text or found["query"], "query_image": images, "query_prompt": found["query_prompt"],
+            }  # fmt: skip
         if self._texts_alone:
-            if not found["query"] and not found["query_image"] and TEXT in present:
-                found["query"] = [TEXT]
+            if not found["query"] and not found["query_image"]:
+                found["query"] = text
             if not found["positive"] and not found["positive_image"]:
                 found["positive"], found["positive_image"] = found["query"], found["query_image"]
         layout = Layout(
             **{role: found[role][0] if found[role] else None for role in COLUMNS if role != "negative"},
             negatives=tuple(found["negative"]),
             are_sentences=are_sentences and found["query"] == ["sentence1"],
-            problem=_problem(found, columns),
+            problem=None if label is not None else _problem(found, columns),
+            label=label,
         )
         self._not_seen.difference_update(mapped)
         read = set(layout.columns())
@@ -172,6 +186,13 @@ class Columns:
         if len(self._layouts) < _LAYOUTS_KEPT:
             self._layouts[columns] = layout
         return layout
+
+    def _label(self, found: Mapping[str, list[str]], text: list[str], present: set[str]) -> str | None:
+        """Return the column with the class, of a record that has one and is no pair; None otherwise."""
+        label = next((name for name in (*self._labels, LABEL) if name in present), None)
+        queries = found["query"] + found["query_image"]
+        is_pair = bool(found["positive"] or (queries and found["positive_image"]))
+        return None if is_pair or not (text or queries or found["positive_image"]) else label
 
 
 def _roles(mapping: Mapping[str, str]) -> dict[str, str]:

@@ -57,6 +57,8 @@ class Example:
     """File and line, for messages."""
     negative_scores: tuple[float, ...] | None = None
     """One score per negative, by a teacher that scored them."""
+    label: str | None = None
+    """Class of the query, in labelled data; the positive is of the same class then."""
 
 
 @dataclass(frozen=True, slots=True)

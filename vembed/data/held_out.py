@@ -26,6 +26,8 @@ _MIX = np.random.default_rng(0).integers(1, 2**31 - 1, size=(2, NUM_HASHES), dty
 
 def hold_out(store: ExampleStore, share: float, seed: int) -> tuple[ExampleStore, list[Example]]:
     """Return the training part of the store and the examples held out."""
+    if any(labels is not None for labels in store.labels):
+        raise UserError("val_split cannot hold out texts or images with a label; give val_data_path")
     groups = query_groups(store)
     order = sorted(set(groups.tolist()), key=lambda group: _draw(seed, group))
     wanted = max(1, round(share * len(store)))

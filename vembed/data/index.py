@@ -16,10 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from vembed.data.batches import ContentKeys
+from vembed.data.class_batches import label_key
 from vembed.data.examples import BadRecord, Example, ImageRef, Item
 from vembed.data.images import check_image
 from vembed.data.readers import Found, Reader
 from vembed.data.records import RecordFormat
+from vembed.errors import UserError
 
 log = logging.getLogger("vembed")
 
@@ -83,6 +85,8 @@ class Index:
     unused: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """Names in column_mapping that no record has."""
+    labels: np.ndarray | None = None
+    """Hash of the class of each record, in labelled data."""
     images: dict[str, str | None] = field(default_factory=dict)
     """Map from image file to its problem, None if it is valid."""
 
@@ -109,13 +113,14 @@ class Index:
             lines=self.lines[chosen],
             keys=keys,
             counts=Counts(**scaled),
+            labels=None if self.labels is None else self.labels[chosen],
         )
 
 
 def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index:
     """Validate all records of a source. `with_keys`: keep the content keys, for the detection of duplicates."""
     starts, sizes, lines = array("q"), array("q"), array("q")
-    values, ends = array("q"), array("q", [0])
+    values, ends, labels = array("q"), array("q", [0]), array("q")
     counts = Counts()
     num_bad = 0
     problems: list[str] = []
@@ -130,9 +135,16 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
             sizes.append(size)
             lines.append(line)
             counts.add(outcome)
+            if outcome.label is not None:
+                labels.append(label_key(outcome.label))
             if with_keys:
                 values.extend(content_keys(outcome))
                 ends.append(len(values))
+    if labels and len(labels) < len(starts):
+        raise UserError(
+            f"{reader.name}: {len(labels):,d} of its records are a text or image with a label, "
+            f"{len(starts) - len(labels):,d} are pairs: make them two sources of data_path"
+        )
     return Index(
         starts=np.array(starts),
         sizes=np.array(sizes, dtype=np.uint32),
@@ -144,6 +156,7 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
         problems=problems,
         unused=form.columns.unused,
         missing=form.columns.mapped_but_missing,
+        labels=np.array(labels) if labels else None,
         images=images.known,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -117,20 +117,27 @@ class RankBatchStream:
         rank: int,
         world_size: int,
         num_workers: int,
+        pair: Callable[[int, int], Example] | None = None,
     ) -> None:
+        """`pair`: the example of a labelled source with another one as its positive."""
         self.store = store
         self.batch_schedule = batch_schedule
         self.featuriser = featuriser
         self.rank = rank
         self.world_size = world_size
         self.num_workers = num_workers
+        self.pair = pair
 
     def rank_batch(self, batch_number: int) -> RankBatch:
         """Return the rank batch of a global batch of the run. It depends only on the number, so runs can resume."""
         epoch, number = divmod(batch_number, self.batch_schedule.steps_per_epoch)
         indices = self.batch_schedule.batch(epoch, number)
         own = rank_rows(len(indices), self.rank, self.world_size)
-        examples = [self.store[int(index)] for index in indices[own]]
+        positives = None if self.pair is None else self.batch_schedule.positives(epoch, number)
+        if self.pair is None or positives is None:
+            examples = [self.store[int(index)] for index in indices[own]]
+        else:
+            examples = [self.pair(int(one), int(mate)) for one, mate in zip(indices[own], positives[own], strict=True)]
         source = self.batch_schedule.source_of(int(indices[0]))
         return replace(make_rank_batch(examples, own.start, epoch, number, self.featuriser), source=source)
 

@@ -59,6 +59,8 @@ class RecordFormat:
         query = self._query(record, layout)
         if layout.query_prompt is not None:
             query = self._prompted(query, record[layout.query_prompt], layout.query_prompt)
+        if layout.label is not None:
+            return self._labelled(query, record[layout.label], layout, where)
         positives = self._items(record, layout.positive, layout.positive_image, self._document_is_path)
         if not positives:
             name = layout.positive or layout.positive_image or ""
@@ -72,6 +74,14 @@ class RecordFormat:
         for loss in self._losses:
             self._check_loss(loss, layout, negatives, scores)
         return Example(query, positives, negatives, scores, where, negative_scores)
+
+    def _labelled(self, query: Item, label: Any, layout: Layout, where: str) -> Example:
+        """Return the example of an item with a class. Its positive is chosen where the other examples are known."""
+        if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():
+            raise BadRecord(f"{layout.label} is {_described(label)}, not the name or number of a class")
+        for loss in self._losses:
+            self._check_loss(loss, layout, (), None)
+        return Example(query, (query,), where=where, label=str(label))
 
     def _query(self, record: dict[str, Any], layout: Layout) -> Item:
         value = record[layout.query] if layout.query is not None else None

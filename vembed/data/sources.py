@@ -18,6 +18,7 @@ from vembed.config.schema import TrainConfig
 from vembed.config.terms import losses_of, source_config
 from vembed.data.batches import ContentKeys
 from vembed.data.cache import IndexCache, cache_folder, short_hash
+from vembed.data.class_batches import next_of_class
 from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord, Example, ReadAs
 from vembed.data.images import ImageRoot
@@ -50,15 +51,32 @@ class _Source:
     read_as: ReadAs
     stamps: tuple[FileStamp, ...]
     """Of its files, before they were read."""
+    mates: np.ndarray | None
+    """The next example of the class of each, in labelled data."""
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """Hash of the class of each example in use, in labelled data."""
+        return None if self.index.labels is None else self.index.labels[: self.size]
 
     def example(self, number: int) -> Example:
+        """Return an example. That of labelled data has the next one of its class as positive."""
+        if self.mates is not None:
+            return self.pair(number, int(self.mates[number]))
+        return self.read_as.apply(self._read(number))
+
+    def pair(self, number: int, mate: int) -> Example:
+        """Return an example of labelled data with another one as its positive."""
+        return self.read_as.apply(replace(self._read(number), positives=(self._read(mate).query,)))
+
+    def _read(self, number: int) -> Example:
         start, size, line = self.index.starts[number], self.index.sizes[number], self.index.lines[number]
         where = self.reader.where(int(line))
         try:
             record = self.reader.read(int(start), int(size))
             if isinstance(record, BadRecord):
                 raise record
-            return self.read_as.apply(self.form.example(record, where))
+            return self.form.example(record, where)
         except BadRecord as error:
             raise UserError(f"{where} has changed since the run began ({error}): start again") from error
 
@@ -80,6 +98,8 @@ class _Source:
             parts.append(f"{counts.positives / num_records:.1f} positives each")
         if counts.negatives:
             parts.append(f"{counts.negatives / num_records:.1f} negatives each")
+        if self.labels is not None:
+            parts.append(f"labelled with {len(np.unique(self.labels)):,d} classes")
         if counts.scored:
             parts.append("scored" if counts.scored == num_records else f"{counts.scored:,d} of them scored")
         if self.weight != 1.0:
@@ -117,6 +137,16 @@ class ExampleStore:
         self.weights = tuple(source.weight for source in sources)
         self.num_skipped = sum(source.index.num_bad for source in sources)
         """Number of bad records that were skipped."""
+
+    @property
+    def labels(self) -> list[np.ndarray | None]:
+        """Hash of the class of each example, by source; None for sources without labels."""
+        return [source.labels for source in self._sources]
+
+    def pair(self, index: int, mate: int) -> Example:
+        """Return an example of a labelled source with another one of the source as its positive."""
+        source, number = self._locate(index)
+        return self._sources[source].pair(number, number + mate - index)
 
     def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
         """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
@@ -206,7 +236,17 @@ def open_examples(
     _refuse_bad_records(config, opened, role)
     limit = config.max_train_examples if role == "train" else None
     sources = [
-        _Source(source.name or source.path, source.weight, reader, form, index, size, _read_as(source), stamps)
+        _Source(
+            source.name or source.path,
+            source.weight,
+            reader,
+            form,
+            index,
+            size,
+            _read_as(source),
+            stamps,
+            _mates(index, size),
+        )
         for source, (reader, form, index, stamps), size in zip(
             given, opened, _sizes([len(index) for _, _, index, _ in opened], limit), strict=True
         )
@@ -255,7 +295,16 @@ def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Pat
             )
         if time.monotonic() - began >= CACHE_AFTER_SECONDS:
             kept.save(index)
+    if index.labels is not None and role == "validation":
+        raise UserError(
+            f"{reader.name}: texts or images with a label are data to train on; validation data are queries with their "
+            "documents, or scored pairs"
+        )
     return reader, form, index, stamps
+
+
+def _mates(index: Index, size: int) -> np.ndarray | None:
+    return None if index.labels is None else next_of_class(index.labels[:size])
 
 
 def _read_as(source: DataSource) -> ReadAs:
@@ -312,4 +361,5 @@ def _own(read_as: ReadAs) -> list[tuple[object, ...]]:
 
 
 def _kept(source: _Source, is_kept: np.ndarray) -> _Source:
-    return replace(source, index=source.index.subset(is_kept), size=int(is_kept.sum()))
+    index, size = source.index.subset(is_kept), int(is_kept.sum())
+    return replace(source, index=index, size=size, mates=_mates(index, size))

@@ -116,6 +116,12 @@ class EmbeddingLoss(nn.Module):
     def project_parameters(self) -> None:
         """Clamp learned parameters to their ranges. Called after every optimizer step."""
 
+    def term_shares(self, source: int) -> dict[str, Tensor]:
+        """Return this rank's part of each term of the newest batch, which was of this source, without the term's
+        weight. Empty for losses of one term."""
+        del source
+        return {}
+
     def scale_and_bias(self) -> tuple[float, float] | None:
         """Return the learned scale and bias of the logits, or None. They are saved with CLIP and SigLIP models."""
         return None

@@ -26,6 +26,10 @@ class LossBySource(EmbeddingLoss):
         for loss in self._sources:
             loss.project_parameters()
 
+    def term_shares(self, source: int) -> dict[str, Tensor]:
+        """See EmbeddingLoss."""
+        return self._sources[source].term_shares(source)
+
     def scale_and_bias(self) -> tuple[float, float] | None:
         """Return those of the first source that has learned ones."""
         return next((found for loss in self._sources if (found := loss.scale_and_bias()) is not None), None)

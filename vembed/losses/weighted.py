@@ -38,6 +38,11 @@ class WeightedLosses(EmbeddingLoss):
         for term in self._terms:
             term.project_parameters()
 
+    def term_shares(self, source: int) -> dict[str, Tensor]:
+        """See EmbeddingLoss."""
+        del source
+        return dict(self.last)
+
     def scale_and_bias(self) -> tuple[float, float] | None:
         """Those of the first term that has learned ones."""
         found = (term.scale_and_bias() for term in self._terms)

@@ -164,7 +164,10 @@ def decide_rhythm(data: RunData, parts: RunModel) -> Rhythm:
 def open_stream(config: TrainConfig, data: RunData, featuriser: Featuriser, session: Session) -> RankBatchStream:
     """Return the stream of this rank's batches."""
     workers = num_workers(config, featuriser.description)
-    return RankBatchStream(data.examples, data.batch_schedule, featuriser, session.rank, session.world_size, workers)
+    store = data.examples
+    return RankBatchStream(
+        store, data.batch_schedule, featuriser, session.rank, session.world_size, workers, store.pair
+    )
 
 
 def source_weights(sizes: Sequence[int], weights: Sequence[float], alpha: float) -> list[float]:
@@ -192,6 +195,7 @@ def schedule_batches(
         homogeneous=config.homogeneous_batches,
         keys=store.all_keys() if config.no_duplicates else None,
         drop_last=config.drop_last,
+        labels=store.labels,
     )
     log.info(batch_schedule.summary())
     steps = config.max_steps or math.ceil(epochs * batch_schedule.steps_per_epoch / config.gradient_accumulation_steps)

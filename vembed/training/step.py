@@ -98,6 +98,8 @@ class BatchResult:
     """Bool: whether all of them are finite. On the device, so that nothing waits for it."""
     auxiliary: Mapping[str, float] = field(default_factory=dict)
     """The model's own losses of the global batch, without their weights."""
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+    """This rank's part of each term of `losses`, without its weight. Empty for a loss of one term."""
 
     def without_embeddings(self) -> BatchResult:
         """Return the result without the memory of its embeddings."""
@@ -184,6 +186,7 @@ class ContrastiveStep:
             embeddings=batch.embeddings,
             is_finite=torch.isfinite(batch.embeddings).all(),
             auxiliary={} if batch.auxiliary is None else batch.auxiliary.means(),
+            terms=self.loss.term_shares(rank_batch.source),
         )
 
     # ---- the stages --------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from vembed.training.query_record import QueryRecord
 from vembed.training.schedule import Schedule
 from vembed.training.setup import build_parts, decide_rhythm, learned, log_cut_texts, open_data, open_stream
 from vembed.training.shortage import MemoryGuard, OutOfMemory
-from vembed.training.source_losses import LossesBySource
+from vembed.training.source_losses import LossesBySource, LossesByTerm
 from vembed.training.step import ContrastiveStep
 from vembed.training.step_curves import StepCurves
 from vembed.training.timing import RunClock
@@ -106,6 +106,7 @@ class Trainer:
             Profile(config, session.rank, self.data.total_steps),
             Diagnostics(),
             LossesBySource(),
+            LossesByTerm(),
             DataWatch(),
             AuxiliaryFigures(),
             StepCurves(),

@@ -1,0 +1,88 @@
+"""Labelled data: texts or images with a class, of which pairs are made, one of each class in a batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vembed.config.schema import TrainConfig
+from vembed.data.batches import BatchSchedule
+from vembed.data.sources import ExampleStore, open_examples
+from vembed.errors import UserError
+
+
+def opened(folder: Path, rows: list[dict[str, Any]], **options: Any) -> ExampleStore:
+    path = folder / "labelled.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = TrainConfig(model_name="m", data_path=str(path), output_dir=str(folder / "out"), **options)
+    return open_examples(config, str(path), cache_dir=folder)
+
+
+@pytest.mark.parametrize("sizes", [[2, 3, 5], [40, 2, 2, 2], [30] * 8, [1, 1, 7, 9, 100]])
+@pytest.mark.parametrize("batch", [2, 3, 8])
+def test_no_class_is_twice_in_a_batch(sizes: list[int], batch: int) -> None:
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)) + 7, sizes))
+    schedule, again = (BatchSchedule([len(labels)], batch, 3, labels=[labels]) for _ in range(2))
+    eligible = [size for size in sizes if size > 1]
+    size = min(batch, len(eligible))
+    assert schedule.smallest_batch == size
+    assert schedule.steps_per_epoch == max(1, sum(eligible) // size)
+    drawn: list[int] = []
+    for epoch in range(6):
+        for step in range(schedule.steps_per_epoch):
+            one = schedule.batch(epoch, step)
+            positives = schedule.positives(epoch, step)
+            assert positives is not None
+            assert len(set(labels[one].tolist())) == len(one) == size
+            assert np.array_equal(labels[positives], labels[one])
+            assert not (positives == one).any()
+            drawn += one.tolist()
+    last = 5, schedule.steps_per_epoch - 1
+    assert np.array_equal(again.batch(*last), schedule.batch(*last))
+    assert np.array_equal(again.positives(*last), schedule.positives(*last))  # type: ignore[arg-type]
+    seen = {int(labels[index]) for index in drawn}
+    assert seen == {int(label) for label in labels if (labels == label).sum() > 1}
+
+
+def test_classes_are_drawn_by_size_and_examples_in_passes() -> None:
+    labels = np.repeat(np.arange(20), 10)
+    schedule = BatchSchedule([200], 5, 1, labels=[labels])
+    drawn = np.concatenate([schedule.batch(0, step) for step in range(40)])
+    assert np.array_equal(np.sort(drawn), np.arange(200))
+    first, second = (schedule.batch(epoch, 0) for epoch in range(2))
+    assert not np.array_equal(first, second)
+
+
+def test_records_with_a_label_are_pairs_of_their_class(tmp_path: Path) -> None:
+    rows = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(6)]
+    store = opened(tmp_path, rows)
+    assert [one.query.text for one in (store[0], store[5])] == ["text 0", "text 5"]
+    assert [one.positives[0].text for one in (store[0], store[5])] == ["text 2", "text 1"]
+    assert store.pair(1, 5).positives[0].text == "text 5"
+    assert "labelled with 2 classes" in store.summary()[0]
+    mapped = [{"headline": one["text"], "topic": n % 3} for n, one in enumerate(rows)]
+    store = opened(tmp_path, mapped, column_mapping={"headline": "text", "topic": "label"})
+    assert store[1].positives[0].text == "text 4"
+
+
+def test_a_label_beside_a_pair_is_not_read(tmp_path: Path) -> None:
+    store = opened(tmp_path, [{"query": "q", "positive": "p", "label": "x"}])
+    assert store.labels == [None]
+    assert store[0].positives[0].text == "p"
+
+
+def test_labelled_data_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="label is null, not the name or number of a class"):
+        opened(tmp_path, [{"text": "a", "label": None}])
+    with pytest.raises(UserError, match="1 of its records are a text or image with a label, 1 are pairs"):
+        opened(tmp_path, [{"text": "a", "label": "x"}, {"query": "q", "positive": "p"}])
+    with pytest.raises(UserError, match="which loss: cosent needs"):
+        opened(tmp_path, [{"text": "a", "label": "x"}], loss="cosent")
+    with pytest.raises(UserError, match="labelled data need at least two such classes"):
+        BatchSchedule([3], 2, 0, labels=[np.array([1, 1, 2])])
+    with pytest.raises(UserError, match="needs batches of its own beside others: set homogeneous_batches: true"):
+        BatchSchedule([2, 2], 2, 0, labels=[np.array([1, 1]), None])
