@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from vembed.config.loading import load_config
     from vembed.distributed.memory import fsdp_empty_cache, fsdp_print_memory_usage
     from vembed.distributed.parameters import unify_model_dtype_for_fsdp
+    from vembed.entrypoints.python_train import train
     from vembed.errors import UserError
     from vembed.evaluation.scores import evaluate
     from vembed.inference.embedder import Embedder
     from vembed.mining.data_audit import audit
     from vembed.mining.mining_run import mine
     from vembed.mining.pair_generation import generate
-    from vembed.training.run import train
     from vembed.weights.edit import edit
     from vembed.weights.merge import merge
 
@@ -48,7 +48,7 @@ _HOME = {
     "load_config": "vembed.config.loading",
     "merge": "vembed.weights.merge",
     "mine": "vembed.mining.mining_run",
-    "train": "vembed.training.run",
+    "train": "vembed.entrypoints.python_train",
     "unify_model_dtype_for_fsdp": "vembed.distributed.parameters",
 }
 

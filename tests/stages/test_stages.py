@@ -186,6 +186,30 @@ def test_a_plan_of_every_stage(place, capsys):
     assert not Path("output").exists()
 
 
+def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
+    monkeypatch.setattr("vembed.tools.train_command.run_ranks", None)  # all in this process
+    records = [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()]
+    stages = [
+        {"name": "broad", "data_path": [{key: one[key] for key in ("query", "positive")} for one in records]},
+        {"name": "negatives", "mine": {"data_path": "train.jsonl", "num_negatives": 2}},
+        {"name": "sharp", "max_negatives": 2},
+    ]
+    config = {"model_name": str(shared(tiny_bert_st)), "data_path": "train.jsonl", **COMMON, "stages": stages}
+    steps = []
+    result = vembed.train(config, on_step=lambda info: steps.append(info.step))
+    assert result.model_dir == Path("output/sharp/final")
+    assert result.steps == 2
+    assert steps == [1, 2, 1, 2]
+    assert states() == dict.fromkeys(("broad", "negatives", "sharp"), "done")
+    mined = [json.loads(line) for line in Path("output/negatives/mined.jsonl").read_text().splitlines()]
+    assert len(mined) == len(records)
+    assert all(row["negatives"] and row["positive"] not in row["negatives"] for row in mined)
+    sharp = vembed.load_config("output/sharp/config.yaml")
+    assert (sharp.data_path, sharp.model_name) == ("output/negatives/mined.jsonl", "output/broad/final")
+    assert vembed.train(config, on_step=lambda info: steps.append(info.step)) == result  # done already
+    assert len(steps) == 4
+
+
 # ---- the guide's file, killed and resumed ----------------------------------------------------------------------
 
 GUIDE = (

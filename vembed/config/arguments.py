@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vembed.config.aliases import BLOCKS, TRANSLATED, target_of
 from vembed.config.options import all_options, nearest, shown
@@ -59,10 +60,14 @@ class TrainArguments:
     is_dry_run: bool = False
     shows_all: bool = False
     """A dry run lists the options that have their default too."""
+    mapping: Mapping[str, Any] | None = None
+    """The config as a dict, in place of a file; from Python alone."""
 
     @property
-    def source(self) -> str | dict[str, object]:
+    def source(self) -> str | Mapping[str, Any]:
         """Input of `resolve_run`."""
+        if self.mapping is not None:
+            return self.mapping
         return {} if self.config is None else self.config
 
     def words(self) -> list[str]:

@@ -28,6 +28,8 @@ SHARED_WITHIN = 60.0
 
 Verb = Callable[[str, Sequence[str]], int]
 """Runs `vembed VERB WORDS` in this process and returns its exit code."""
+Train = Callable[[TrainArguments], int]
+"""Runs one training stage and returns its exit code."""
 
 
 @dataclass(frozen=True)
@@ -41,28 +43,35 @@ class Range:
 
 def road_of_arguments(arguments: TrainArguments) -> Road | None:
     """Return the steps that these arguments ask for; None where it is one training: no stages, or one by name."""
-    if arguments.config is None:
+    if arguments.config is None and arguments.mapping is None:
         return None
     root = next((value for key, value in _pairs(arguments.overrides) if key == "output_dir"), None)
     named = arguments.stage or next((value for key, value in _pairs(arguments.overrides) if key == "stage"), None)
-    road = read_road(arguments.config, root)
+    road = read_road(arguments.source, root)
     if road is None or (named is not None and _is_training(road, named)):
         return None
     return road
 
 
 def run_stages(
-    road: Road, arguments: TrainArguments, verb: Verb, env: Mapping[str, str] = os.environ, *, starts_processes: bool
+    road: Road,
+    arguments: TrainArguments,
+    verb: Verb,
+    env: Mapping[str, str] = os.environ,
+    *,
+    starts_processes: bool,
+    train: Train | None = None,
 ) -> int:
     """Run the steps and return the exit code of the first that fails, or 0.
 
     A step is skipped if it is done and nothing that it depends on has changed. A training that was stopped goes on
-    where it stood. Under a launcher all ranks run this; otherwise each training starts its own processes.
+    where it stood. Under a launcher all ranks run this; otherwise each training starts its own processes. `train`: runs
+    a training in place of the command's way.
     """
     prints: dict[str, str] = {}
     chosen = _chosen(road, Range(arguments.stage, arguments.first_stage, arguments.last_stage))
     for step in road.steps:
-        stage = _Stage(road, step, arguments, verb, env, starts_processes)
+        stage = _Stage(road, step, arguments, verb, env, starts_processes, train)
         prints[step.name] = stage.fingerprint(prints)
         if step not in chosen:
             continue
@@ -110,6 +119,7 @@ class _Stage:
         verb: Verb,
         env: Mapping[str, str],
         starts_processes: bool,
+        train: Train | None = None,
     ) -> None:
         self.road = road
         self.step = step
@@ -117,6 +127,7 @@ class _Stage:
         self.verb = verb
         self.env = env
         self.starts_processes = starts_processes
+        self.train = train
         self.arguments = replace(
             arguments, stage=step.name, first_stage=None, last_stage=None, overrides=self._overrides(arguments)
         )
@@ -148,7 +159,9 @@ class _Stage:
         self._write({"fingerprint": fingerprint, "state": "started", "kind": self.step.kind})
         self._wait_for_rank_0(fingerprint)
         result: dict[str, Any] = {}
-        if self.step.kind == "train":
+        if self.step.kind == "train" and self.train is not None:
+            code = self.train(self.arguments)
+        elif self.step.kind == "train":
             code = run_train(self.arguments, self.env, starts_processes=self.starts_processes)
         else:
             code, result = self._between()

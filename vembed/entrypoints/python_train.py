@@ -1,0 +1,90 @@
+"""vembed.train: one training run, or all stages of a config in order, in the calling process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vembed.cli import run_process
+from vembed.config.arguments import TrainArguments
+from vembed.config.loading import Source, resolve_run
+from vembed.config.resolved import ResolvedRun
+from vembed.config.stages import STAGES, TRAINING_STAGES
+from vembed.data.in_memory import as_path
+from vembed.errors import RunError, UserError
+from vembed.stages.sequence import road_of_arguments, run_stages
+from vembed.training.callbacks import OnEvaluation, OnStep
+from vembed.training.finished import finished_run
+from vembed.training.hooks import Hook
+from vembed.training.run import DATA
+from vembed.training.run import train as train_once
+from vembed.training.trainer import TrainResult
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def train(
+    config: Source | ResolvedRun,
+    overrides: Sequence[str] = (),
+    hooks: Sequence[Hook] = (),
+    *,
+    on_step: OnStep | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    model: nn.Module | type[nn.Module] | None = None,
+) -> TrainResult:
+    """Train as the config says (a path, a dict or a TrainConfig); return the model's folder and its scores.
+
+    With `stages` all of them run in order, as by `vembed train`, each in this process; the result is that of the last
+    training. An override `stage=NAME` runs one. In a dict, `data_path` and `val_data_path` may be lists of dicts or a
+    `datasets.Dataset`. `on_step` and `on_evaluation` are called with a StepInfo and an EvaluationInfo
+    (`vembed/training/callbacks.py`) and may return "stop", which ends the run, or this stage, with a model and a
+    report. `model`: a torch module or its class, as `model_class`; a module's weights are where training starts.
+    `hooks`: additions to the loop (`vembed/training/hooks.py`), for one run.
+    """
+    arguments = _with_stages(config, overrides)
+    road = None if arguments is None else road_of_arguments(arguments)
+    if arguments is None or road is None:
+        return train_once(config, overrides, hooks, on_step=on_step, on_evaluation=on_evaluation, model=model)
+    if hooks or model is not None:
+        raise UserError("hooks and model= are for one training: name one of the stages, as overrides=['stage=NAME']")
+
+    def train_stage(one: TrainArguments) -> int:
+        resolved = resolve_run(one.source, one.overrides, stage=one.stage)
+        train_once(resolved, on_step=on_step, on_evaluation=on_evaluation)
+        return 0
+
+    code = run_stages(road, arguments, run_process, starts_processes=False, train=train_stage)
+    if code:
+        raise RunError(f"a step between the stages has failed with exit code {code}; what it said is above")
+    last = next((step for step in reversed(road.steps) if step.kind == "train"), None)
+    done = None if last is None else finished_run(road.folder(last.name))
+    if done is None:
+        raise RunError(f"{road.source}: none of its stages is a finished training")
+    return TrainResult(done.model_dir, done.folder, done.scores(), done.step)
+
+
+def _with_stages(config: Source | ResolvedRun, overrides: Sequence[str]) -> TrainArguments | None:
+    """Return the arguments of a config that may have stages; None for one that cannot."""
+    if isinstance(config, str | Path):
+        return TrainArguments(str(config), tuple(overrides))
+    if isinstance(config, Mapping) and {STAGES, TRAINING_STAGES} & config.keys():
+        return TrainArguments(None, tuple(overrides), mapping=_stored(config))
+    return None
+
+
+def _stored(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with data that are objects as paths, in the stages too."""
+
+    def block(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: as_path(key, value) if key in DATA else value for key, value in values.items()}
+
+    found = block(config)
+    for name in (STAGES, TRAINING_STAGES):
+        stages = found.get(name)
+        if isinstance(stages, Mapping):
+            found[name] = {key: block(one) if isinstance(one, Mapping) else one for key, one in stages.items()}
+        elif isinstance(stages, list):
+            found[name] = [block(one) if isinstance(one, Mapping) else one for one in stages]
+    return found
