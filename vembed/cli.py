@@ -86,6 +86,10 @@ def eval(
     task: Annotated[str, typer.Option(help="auto, retrieval or similarity.")] = "auto",
     split: Annotated[str | None, typer.Option(help="Split of the qrels of a BEIR-style folder. Default: test.")] = None,
     json_file: JsonOutput = None,
+    compressed: Annotated[
+        str | None,
+        typer.Option(help="Also score int8 and binary documents; the picture of quality against bytes (.png, .svg)."),
+    ] = None,
     column_mapping: ColumnMapping = "",
     on_bad_record: Annotated[str, typer.Option(help="stop or skip.")] = "stop",
     batch_tokens: BatchTokens = None,
@@ -116,6 +120,7 @@ def eval(
                     found,
                     data,
                     split=split,
+                    compressed=compressed,
                     batch_tokens=batch_tokens,
                     trust_remote_code=trust_remote_code,
                     **options,

@@ -3,11 +3,12 @@
 import io
 import json
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from tests.tiny import shared, tiny_bert_st
-from vembed import UserError, evaluate
+from vembed import Embedder, UserError, evaluate
 from vembed.tools.evaluate_command import run_evaluate
 
 
@@ -54,3 +55,24 @@ def test_mapping_split_and_bad_records(tmp_path):
         printed(str(shared(tiny_bert_st)), str(path), column_mapping=mapping)
     scores, _ = printed(str(shared(tiny_bert_st)), str(path), column_mapping=mapping, on_bad_record="skip")
     assert scores["ndcg@10"] == 1.0
+
+
+def test_compressed_documents(pairs, tmp_path):
+    """Scores by hand: int8 orders as float does, binary by the number of equal signs; one picture, one table."""
+    picture = tmp_path / "bytes.svg"
+    scores, text = printed(str(shared(tiny_bert_st)), str(pairs), dims=[8], compressed=str(picture))
+    assert picture.read_text().startswith("<?xml")
+    for size, prefix in ((32, ""), (8, "dim8/")):
+        assert scores[f"compressed/float32/{size}/ndcg@10"] == pytest.approx(scores[f"{prefix}ndcg@10"])
+    model, words = Embedder(shared(tiny_bert_st)), ("red", "green", "cat", "dog", "house")
+    asked, documents = model.encode(words, "query"), model.encode([f"a {word} thing" for word in words])
+    equal = ((asked[:, None] > 0) == (documents[None] > 0)).sum(axis=2)
+    ranks = [int((row > row[own]).sum() + (row[:own] == row[own]).sum()) for own, row in enumerate(equal)]
+    expected = np.mean([1 / np.log2(rank + 2) for rank in ranks])
+    assert scores["compressed/binary/32/ndcg@10"] == pytest.approx(expected)
+    order = np.argsort(-(asked @ np.where(documents > 0, 1, -1).T), axis=1)
+    rescored = np.mean([1 / np.log2(list(row).index(own) + 2) for own, row in enumerate(order)])
+    assert scores["compressed/binary_rescored/32/ndcg@10"] == pytest.approx(rescored)
+    lines = [line.split() for line in text.splitlines()]
+    assert ["float32", "32", "128", f"{scores['ndcg@10']:.4f}", "1.000"] in lines
+    assert ["binary", "8", "1"] in [line[:3] for line in lines]

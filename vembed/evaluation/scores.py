@@ -16,6 +16,7 @@ from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.distributed.session import Session
 from vembed.errors import UserError
+from vembed.evaluation.compressed import compressed_scores
 from vembed.evaluation.dataset import EvalData, RetrievalData, ScoredPairs, Task, open_eval_data
 from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.retrieval import retrieval_metrics
@@ -44,6 +45,7 @@ def evaluate(
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     trust_remote_code: bool = False,
     session: Session | None = None,
+    compressed: bool = False,
     show_progress: bool = False,
 ) -> dict[str, float]:
     """Score a model folder (vembed's or any of Sentence Transformers) on a BEIR-style folder or a file of pairs.
@@ -81,7 +83,16 @@ def evaluate(
             trust_remote_code=trust_remote_code,
             session=session,
         )
-    return evaluate_model(model.model, model.featuriser, data, config, session, dims=dims, show_progress=show_progress)
+    return evaluate_model(
+        model.model,
+        model.featuriser,
+        data,
+        config,
+        session,
+        dims=dims,
+        compressed=compressed,
+        show_progress=show_progress,
+    )
 
 
 def evaluate_model(
@@ -93,6 +104,7 @@ def evaluate_model(
     *,
     budget_tokens: int | None = None,
     dims: Sequence[int] | None = None,
+    compressed: bool = False,
     show_progress: bool = False,
     say: Callable[[str], object] | None = None,
     between: Between | None = None,
@@ -104,7 +116,7 @@ def evaluate_model(
     `budget_tokens`: a budget known to fit; `eval_batch_tokens` overrides it. `say` gets occasional lines in a long
     evaluation, instead of the bar of `show_progress`. `between` is called after each micro-batch and each score tile on
     all ranks, and may raise to end the evaluation. `kept`: cached features of frozen towers. `queries` gets the
-    results of each query of retrieval data.
+    results of each query of retrieval data. `compressed`: also score int8 and binary documents.
     """
     description = featuriser.description
     device = session.device if session else next(model.parameters()).device
@@ -137,9 +149,14 @@ def evaluate_model(
     if isinstance(data, RetrievalData):
         asked, documents = encode(data.queries, "query"), encode(data.documents, "document")
         ks = sorted({*config.eval_ks, REPORTED_K})
-        return retrieval_metrics(
+        scores = retrieval_metrics(
             asked, documents, data, ks, sizes, normalize=normalize, session=session, between=between, queries=queries
         )
+        if compressed:
+            scores |= compressed_scores(asked, documents, data, sizes, normalize=normalize)
+        return scores
+    if compressed:
+        raise UserError(f"compressed scores are of retrieval, and {data.name} holds scored pairs")
     first, second = encode(data.first, "query"), encode(data.second, "document")
     return similarity_metrics(first, second, data.scores, sizes, normalize=normalize)
 

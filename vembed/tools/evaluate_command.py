@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from vembed.distributed.session import start_session
+from vembed.errors import UserError
 from vembed.evaluation.dataset import Task
 from vembed.evaluation.scores import REPORTED_K, evaluate
 from vembed.report.record import metric_name
+from vembed.tools.compressed_plot import compressed_picture, compressed_table
 from vembed.tools.encode import session_config
 
 
@@ -24,6 +27,7 @@ def run_evaluate(
     ks: Sequence[int] = (1, 5, 10, 100),
     task: Task = "auto",
     split: str | None = None,
+    compressed: str | None = None,
     batch_tokens: int | None = None,
     column_mapping: dict[str, str] | None = None,
     on_bad_record: Literal["stop", "skip"] = "stop",
@@ -32,9 +36,12 @@ def run_evaluate(
     trust_remote_code: bool = False,
     console: Console | None = None,
 ) -> dict[str, float]:
-    """Score `model` on `data`, and print the scores. Runs on as many processes as were
+    """Score `model` on `data`, and print the scores. `compressed`: also score int8 and binary documents, and draw
+    their quality against their bytes to this file. Runs on as many processes as were
     started: all encode and search, the first one speaks; with `strategy: fsdp` each holds a shard of the model."""
     console = console or Console()
+    if compressed is not None and Path(compressed).suffix not in (".png", ".svg"):
+        raise UserError(f"--compressed {compressed}: the picture is written as .png or .svg")
     with start_session(session_config(model, strategy, trust_remote_code=trust_remote_code)) as session:
         scores = evaluate(
             model,
@@ -49,11 +56,15 @@ def run_evaluate(
             torch_dtype=torch_dtype,
             trust_remote_code=trust_remote_code,
             session=session,
+            compressed=compressed is not None,
             show_progress=True,
         )
         if session.is_main:
             for table in score_tables(scores):
                 console.print(table)
+            if compressed is not None:
+                console.print(" ", compressed_table(scores), sep="\n")
+                compressed_picture(scores, Path(compressed))
     return scores
 
 
