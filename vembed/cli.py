@@ -304,6 +304,7 @@ app.command()(cli_start.init)
 app.command(context_settings=WORDS_ARE_OURS)(cli_start.data)
 app.command(cls=JsonCommand)(cli_start.report)
 app.command(cls=JsonCommand)(cli_start.compare)
+app.command(cls=JsonCommand)(cli_start.card)
 
 
 @app.command(context_settings=WORDS_ARE_OURS)

@@ -1,4 +1,4 @@
-"""Verbs of the `vembed` command around a run: init, data, report, compare."""
+"""Verbs of the `vembed` command around a run: init, data, report, compare, card."""
 
 from __future__ import annotations
 
@@ -110,5 +110,22 @@ def compare(
             if output is not None or json_file is None:
                 page = write_comparison(found, output or "comparison.html")
                 sys.stdout.write(f"wrote {page}\n")
+
+    end(call)
+
+
+def card(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The output_dir of a finished run, or its final/.")],
+    json_file: JsonOutput = None,
+) -> None:
+    """Write the model card (README.md) of a trained model again, from the run's scores, data and settings."""
+
+    def call() -> None:
+        from vembed.tools.card_command import run_card
+
+        with json_result(json_file) as give:
+            path = run_card(model)
+            sys.stdout.write(f"wrote {path}\n")
+            give({"card": path})
 
     end(call)

@@ -107,3 +107,15 @@ def test_runs_with_other_queries_are_not_paired(runs: Path, tmp_path: Path) -> N
 def test_mistakes_are_one_sentence(runs: Path, words: tuple[str, ...], says: str) -> None:
     code, _, err = compare(*(str(runs / word) for word in words))
     assert code == 2 and says in err and len(err.splitlines()) == 1
+
+
+def test_a_card_that_was_lost_is_written_again_as_it_was(runs: Path) -> None:
+    path = runs / "large" / "final" / "README.md"
+    before = path.read_text()
+    for model in (runs / "large", runs / "large" / "final"):
+        path.unlink()
+        done = CliRunner().invoke(app, ["card", str(model)])
+        assert done.exit_code == 0, done.stderr
+        assert path.read_text() == before
+    done = CliRunner().invoke(app, ["card", str(runs / "stopped")])
+    assert done.exit_code == 2 and "neither the folder of a finished run" in done.stderr
