@@ -86,7 +86,14 @@ def teachers_of(batch: LossBatch, draw: torch.Generator) -> dict[str, Teaching]:
     vectors = torch.randn(num, TEACHER_DIM, generator=draw, dtype=torch.float64) + 0.3
     vectors = torch.nn.functional.normalize(vectors, dim=1)
     vectors[place[0]] = 0.0
+    before = torch.nn.functional.normalize(
+        batch.embeddings.detach().double()
+        + 0.5 * torch.randn(batch.embeddings.shape, generator=draw, dtype=torch.float64),
+        dim=1,
+    )
+    before[place[0]] = 0.0
     return {
+        "none": TeacherVectors(before, batch.query, batch.positive, batch.negative),
         "vectors": TeacherVectors(vectors, place[batch.query], place[batch.positive], place[batch.negative]),
         "reranker": TeacherScores(
             torch.randn(batch.num_rows, generator=draw, dtype=torch.float64),

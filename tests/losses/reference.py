@@ -28,7 +28,7 @@ def reference_loss(
     """
     total = batch.embeddings.double().sum() * 0.0
     for number, (weight, term) in enumerate(loss_terms(config)):
-        prefix = "" if config.losses is None else f"terms.{number}."
+        prefix = "" if config.losses is None and not config.anchor_weight else f"terms.{number}."
         own = {name.removeprefix(prefix): one for name, one in (parameters or {}).items() if name.startswith(prefix)}
         total = total + weight * term_loss(batch, term, own, mrl_dims)
     return total
@@ -46,7 +46,9 @@ def term_loss(
     batch, contents = taught.with_plain_mixtures(batch, config)
     embeddings = batch.embeddings.double()
     dims = list(config.mrl_dims or mrl_dims) if config.use_mrl else [embeddings.shape[1]]
-    weights = (config.mrl_weights if config.use_mrl else None) or [1.0] * len(dims)
+    if config.loss == "anchor":
+        dims = [embeddings.shape[1]]
+    weights = (config.mrl_weights if config.use_mrl and len(dims) > 1 else None) or [1.0] * len(dims)
     total = embeddings.sum() * 0.0
     for dim, weight in zip(dims, weights, strict=True):
         z = x = embeddings[:, :dim]
@@ -78,6 +80,8 @@ def term_loss(
                 loss = taught.relational(x, batch, config)
             case "spread_out":
                 loss = taught.spread_out(x, batch, config)
+            case "anchor":
+                loss = taught.embedding(z, batch, config, torch.eye(z.shape[1], dtype=torch.float64))
             case "embedding":
                 loss = taught.embedding(z, batch, config, parameters["projection"])
         total = total + weight * loss

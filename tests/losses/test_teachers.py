@@ -58,6 +58,8 @@ TERMS: dict[str, dict[str, Any]] = {
     "relational": {"loss": "relational", "teacher": "vectors"},
     "spread-out": {"loss": "spread_out"},
     "embedding": {"loss": "embedding", "teacher": "vectors"},
+    "anchor": {"loss": "anchor"},
+    "anchor-weight": {"anchor_weight": 0.7},
 }  # fmt: skip
 PAIRS = list(
     itertools.combinations(

@@ -87,6 +87,24 @@ def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path: Path) -
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
 
 
+def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path: Path) -> None:
+    sources = files(tmp_path)[:1]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts(16, seed=9)))
+    anchor = {"path": str(tmp_path / "texts.jsonl"), "name": "texts", "losses": [{"loss": "anchor", "weight": 5.0}]}
+    last = {}
+    for weight in (1e-9, 5.0):
+        name = str(tmp_path / str(weight))
+        one = train(options(tmp_path, data_path=sources[0]["path"], homogeneous_batches=False, anchor_weight=weight,
+                            output_dir=name))  # fmt: skip
+        assert one[0]["loss/anchor"] == pytest.approx(0.0, abs=1e-5)
+        last[weight] = one[-1]["loss/anchor"]
+    assert last[5.0] < 0.5 * last[1e-9]
+    both = train(options(tmp_path, data_path=[*sources, anchor], output_dir=str(tmp_path / "both")))
+    assert {name for step in both for name in step if name.startswith("loss/")} == {
+        "loss/retrieval", "loss/texts", "loss/texts/anchor",
+    }  # fmt: skip
+
+
 def test_a_task_needs_batches_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(vembed.UserError, match="a source with losses or a temperature of its own needs batches of"):
         resolve_run(options(tmp_path, homogeneous_batches=False))

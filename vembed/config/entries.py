@@ -44,7 +44,8 @@ class Frozen(BaseModel):
 
 LossName = Literal[
     "infonce", "cosent", "cosine", "triplet", "sigmoid",
-    "kl", "margin_mse", "score_mse", "embedding", "relational", "spread_out", "listwise", "ranknet", "none",
+    "kl", "margin_mse", "score_mse", "embedding", "relational", "spread_out", "listwise", "ranknet", "anchor",
+    "none",
 ]  # fmt: skip
 
 

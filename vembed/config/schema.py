@@ -180,7 +180,12 @@ class LossOptions(Frozen, title="loss"):
     """infonce: pairs with in-batch negatives. cosent, cosine: pairs with scores. triplet: given negatives with a
     margin. sigmoid: SigLIP's pairwise loss with learned scale and bias. kl, margin_mse, score_mse, relational: a
     teacher's scores. embedding: a teacher's vectors. spread_out: queries and documents away from each other. listwise,
-    ranknet: graded scores of a query's documents. none: `auxiliary_losses` alone, as for pre-training."""
+    ranknet: graded scores of a query's documents. anchor: distance to the embeddings of the start model, for sources of
+    texts alone. none: `auxiliary_losses` alone, as for pre-training."""
+    anchor_weight: NonNegativeFloat = 0.0
+    """Weight of a further term against forgetting: the mean of 1 - cos(z, z0) over all inputs of the batch, z0 the
+    embedding that `model_name` gives before training. A source of texts alone (`text`) with `losses: [{loss: anchor}]`
+    adds unlabelled texts. The vectors are computed once and kept on disk, as a teacher's."""
     auxiliary_losses: dict[str, float] | None = None
     """Weight of each loss that an own model returns, by name. Default: 1 for each; 0: logged only."""
     losses: list[LossTerm] | None = None

@@ -10,15 +10,22 @@ SCORES = "scores"
 FOLLOWS_TEACHER = frozenset({"kl", "margin_mse", "score_mse", "embedding", "relational"})
 """Losses without a meaning of their own: they need a teacher."""
 MAY_FOLLOW_TEACHER = FOLLOWS_TEACHER | {"listwise", "ranknet"}
-NEEDS_VECTORS = frozenset({"embedding", "relational"})
+NEEDS_VECTORS = frozenset({"embedding", "relational", "anchor"})
+ANCHOR = "anchor"
+"""Loss that follows the start model."""
+TEXTS_ALONE = ("none", ANCHOR)
+"""Losses that read texts without pairs."""
 GUIDED = frozenset({"infonce", "sigmoid"})
 
 
 def loss_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
     """Return each term's weight and the config of a run that had this term as its only loss."""
-    if config.losses is None:
-        return [(1.0, config)]
-    return [(term.weight, with_term(config, term)) for term in config.losses]
+    terms = [(1.0, config)]
+    if config.losses is not None:
+        terms = [(term.weight, with_term(config, term)) for term in config.losses]
+    if config.anchor_weight and all(term.loss not in TEXTS_ALONE for _, term in terms):
+        terms.append((config.anchor_weight, config.model_copy(update={"loss": ANCHOR, "losses": None})))
+    return terms
 
 
 def with_term(config: TrainConfig, term: LossTerm) -> TrainConfig:
@@ -64,6 +71,8 @@ def listed_teachers(config: TrainConfig) -> list[Teacher]:
 
 def followed_teacher(config: TrainConfig) -> str | None:
     """Return the name of the teacher that the loss of a single-term config follows."""
+    if config.loss == ANCHOR:
+        return config.model_name
     if config.loss not in MAY_FOLLOW_TEACHER:
         return None
     if config.teacher is not None:
@@ -88,8 +97,20 @@ def needed_teachers(config: TrainConfig) -> list[Teacher]:
     for _, term in run_terms(config):
         for name in (followed_teacher(term), guide_of(term)):
             if name is not None and name != SCORES:
-                found[name] = by_label.get(name) or Teacher(model=name)
+                found[name] = by_label.get(name) or _model(config, name)
     return list(found.values())
+
+
+def _model(config: TrainConfig, name: str) -> Teacher:
+    """Return the teacher that is named by its model alone. The start model reads what the run reads."""
+    if name != config.model_name:
+        return Teacher(model=name)
+    return Teacher(
+        model=name,
+        query_prompt=config.query_prompt,
+        document_prompt=config.document_prompt,
+        max_length=config.max_length,
+    )
 
 
 def _label(config: TrainConfig, name: str) -> str:
@@ -133,6 +154,7 @@ READS: dict[str, frozenset[str]] = {
     "spread_out": frozenset({"mask_duplicates"}),
     "listwise": _SOFTMAX,
     "ranknet": _SOFTMAX - {"teacher_temperature"},
+    ANCHOR: frozenset({"max_negatives"}),
     "none": frozenset(),
 }
 """Options of the loss that each loss looks at."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from vembed.config.entries import DataSource
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import losses_of, source_config
+from vembed.config.terms import TEXTS_ALONE, losses_of, source_config
 from vembed.data.batches import ContentKeys
 from vembed.data.cache import IndexCache, cache_folder, short_hash
 from vembed.data.class_batches import next_of_class
@@ -259,7 +259,7 @@ def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Pat
     # A mapping for several files need not match each of them; validation data may use vembed's own names.
     may_miss = (not alone or role == "validation") and source.column_mapping is None
     own = source_config(config, source)
-    texts_alone = role == "train" and losses_of(own) == ("none",)
+    texts_alone = role == "train" and all(loss in TEXTS_ALONE for loss in losses_of(own))
     columns = Columns(mapping, may_miss=may_miss, texts_alone=texts_alone)
     reader = open_reader(source.path, columns, role, cache)
     stamps = tuple(FileStamp.of(path) for path in reader.files())

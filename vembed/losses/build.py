@@ -13,7 +13,7 @@ from vembed.losses.by_source import LossBySource
 from vembed.losses.distillation import BatchDivergence, Relational, SpreadOut
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.listed import ListedDivergence, Listwise, MarginError, RankNet, ScoreError
-from vembed.losses.projection import EmbeddingDistillation
+from vembed.losses.projection import Anchor, EmbeddingDistillation
 from vembed.losses.scored import CoSENT, CosineRegression
 from vembed.losses.sigmoid import SigmoidLoss
 from vembed.losses.triplet import Triplet
@@ -57,7 +57,7 @@ def build_loss(
 def _sum(config: TrainConfig, sizes: _Sizes, start_scale: float | None, start_bias: float | None) -> EmbeddingLoss:
     """Return the loss of one source: one term, or the weighted sum of several."""
     terms = [(weight, term, _build(term, sizes, start_scale, start_bias)) for weight, term in loss_terms(config)]
-    if config.losses is None:
+    if config.losses is None and len(terms) == 1:
         return terms[0][2]
     names = [term.loss for _, term, _ in terms]
     numbered = [
@@ -120,6 +120,8 @@ def _build(config: TrainConfig, sizes: _Sizes, start_scale: float | None, start_
             return Relational(config, dims)
         case "spread_out":
             return SpreadOut(config, dims)
+        case "anchor":
+            return Anchor(config)
         case "none":
             return NoLoss()
         case "embedding":

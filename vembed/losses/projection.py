@@ -11,8 +11,10 @@ from torch.autograd.function import once_differentiable
 
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import followed_teacher
+from vembed.errors import UserError
 from vembed.losses.batch import LossBatch
 from vembed.losses.matryoshka import Similarity, arithmetic_dtype, chunks
+from vembed.losses.targets import TeacherVectors
 from vembed.losses.temperature import ScoredLoss
 
 OCCURRENCES_AT_ONCE = 2048
@@ -41,18 +43,42 @@ class EmbeddingDistillation(ScoredLoss):
     def forward(self, batch: LossBatch) -> Tensor:
         """Return the own occurrences' part of L."""
         teacher = batch.teacher_vectors(self.teacher_name, "loss: embedding")
-        own, negatives = batch.own(), batch.own_hard_negatives()
-        index = torch.cat((batch.query[own], batch.positive[own], batch.negative[negatives]))
-        wanted = torch.cat((teacher.query[own], teacher.positive[own], teacher.negative[negatives]))
-        num = 2 * batch.num_rows + batch.negative.numel()
-        dtype = arithmetic_dtype(batch.embeddings)
-        vectors = teacher.vectors.to(batch.embeddings.device, dtype)
-        projection = self.projection.to(batch.embeddings.device, dtype)
-        similarity = self.similarity_for(batch.embeddings)
-        losses: Tensor = _Distances.apply(  # type: ignore[no-untyped-call]
-            batch.embeddings, projection, vectors, index, wanted, similarity
-        )
-        return losses / max(1, num)
+        projection = self.projection.to(batch.embeddings.device, arithmetic_dtype(batch.embeddings))
+        return _part(batch, teacher, projection, self.similarity_for(batch.embeddings))
+
+
+class Anchor(ScoredLoss):
+    """loss: anchor. The formula of EmbeddingDistillation with W the identity, at the full size alone: the mean of
+    1 - cos(z, t) with t the embedding that the start model gives to the same input."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config, ())
+        self.teacher_name = str(followed_teacher(config))
+
+    def forward(self, batch: LossBatch) -> Tensor:
+        """Return the own occurrences' part of L."""
+        teacher = batch.teacher_vectors(self.teacher_name, "anchor_weight")
+        dim, known = batch.embeddings.shape[1], teacher.vectors.shape[1]
+        if dim != known:
+            raise UserError(
+                f"anchor_weight: the embeddings have {dim} dimensions, and those of {self.teacher_name} before "
+                f"training have {known}: leave out what changes the size, or anchor_weight"
+            )
+        identity = torch.eye(dim, device=batch.embeddings.device, dtype=arithmetic_dtype(batch.embeddings))
+        return _part(batch, teacher, identity, self.similarity_for(batch.embeddings))
+
+
+def _part(batch: LossBatch, teacher: TeacherVectors, projection: Tensor, similarity: Similarity) -> Tensor:
+    """Return the own occurrences' part of the mean distance."""
+    own, negatives = batch.own(), batch.own_hard_negatives()
+    index = torch.cat((batch.query[own], batch.positive[own], batch.negative[negatives]))
+    wanted = torch.cat((teacher.query[own], teacher.positive[own], teacher.negative[negatives]))
+    num = 2 * batch.num_rows + batch.negative.numel()
+    vectors = teacher.vectors.to(batch.embeddings.device, projection.dtype)
+    losses: Tensor = _Distances.apply(  # type: ignore[no-untyped-call]
+        batch.embeddings, projection, vectors, index, wanted, similarity
+    )
+    return losses / max(1, num)
 
 
 class _Distances(torch.autograd.Function):
