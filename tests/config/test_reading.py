@@ -90,7 +90,7 @@ def test_unknown_key_of_toml_and_json_has_a_line_too(write_config: WriteConfig) 
         ("use_lora: perhaps", "use_lora must be true or false, but is 'perhaps'"),
         ("mrl_dims: [a]", "mrl_dims must be a list, each entry a whole number (above 0), but is ['a']"),
         ("pooling:", "pooling has no value"),
-        ("report_to: [wandbb]", "each entry tensorboard, wandb or trackio, but is ['wandbb']"),
+        ("report_to: [wandbb]", "each entry tensorboard, wandb, trackio or mlflow, but is ['wandbb']"),
         ("data_path: {a: 1}", "data_path must be text or a list"),
     ],
 )

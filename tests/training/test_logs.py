@@ -105,3 +105,22 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
     metrics.on_log({"step": 1, "loss": 1.0})
     metrics.close()
     assert len(started) == 1
+
+
+def test_mlflow_gets_settings_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Accelerate's tracker, with a module in place of MLflow."""
+    told: dict[str, Any] = {"params": {}, "steps": {}}
+    mlflow: Any = ModuleType("mlflow")
+    mlflow.utils = SimpleNamespace(validation=SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100))
+    mlflow.search_experiments = lambda filter_string: []
+    mlflow.create_experiment = lambda name, **_: told.setdefault("experiment", name)
+    mlflow.start_run = lambda run_name, **_: told.setdefault("run", run_name)
+    mlflow.log_params = told["params"].update
+    mlflow.log_metrics = lambda values, step: told["steps"].setdefault(step, {}).update(values)
+    mlflow.end_run = lambda: told.setdefault("ended", True)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    train(settings(tmp_path, max_steps=2, report_to=["mlflow"], wandb_project="ours", run_name="first"))
+    assert (told["experiment"], told["run"], told["ended"]) == ("ours", "first", True)
+    assert float(told["params"]["learning_rate"]) == 2e-3
+    assert "train/loss" in told["steps"][1] and "eval/ndcg_at_10" in told["steps"][2]
+    assert all("@" not in name for values in told["steps"].values() for name in values)

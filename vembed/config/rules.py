@@ -359,7 +359,7 @@ def remarks(config: TrainConfig) -> list[str]:
         found.append(f"pure_dtype: true has no effect with torch_dtype: {config.torch_dtype}")
     if config.resume_anyway and not config.resume:
         found.append("resume_anyway: true has no effect without resume")
-    if set_apart & {"wandb_project", "wandb_tags"} and not {"wandb", "trackio"} & set(config.report_to):
+    if set_apart & {"wandb_project", "wandb_tags"} and not {"wandb", "trackio", "mlflow"} & set(config.report_to):
         found.append(f"wandb_project and wandb_tags have no effect with report_to: {config.report_to or 'none'}")
     if config.val_data_path is not None and config.val_data_path == config.data_path:
         found.append("val_data_path is the training data: its scores will not say how the model does on new data")

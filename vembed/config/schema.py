@@ -429,13 +429,13 @@ class OutputOptions(Frozen, title="evaluation, logging, saving"):
     """Dtype of the weights in `final/`. `auto`: that of the original model's files, although training uses float32."""
     logging_steps: Literal["auto"] | PositiveInt = "auto"
     """Steps between log lines and lines of metrics.jsonl. `auto`: about 100 lines in a run, at most 50 steps apart."""
-    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default=["tensorboard"])
+    report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default=["tensorboard"])
     """Trackers; `none` for no tracker."""
     run_name: str | None = None
     """Name of the run in trackers; for TensorBoard, a folder inside `tensorboard/`. Default: the name of output_dir,
     and no such folder."""
     wandb_project: str = "vembed"
-    """Project in wandb or trackio."""
+    """Project in wandb or trackio, experiment in MLflow."""
     wandb_tags: list[str] = Field(default_factory=list)
     """Tags of the run in wandb."""
     console: Literal["normal", "verbose", "quiet"] = "normal"

@@ -201,11 +201,15 @@ def _start_tracker(name: str, config: TrainConfig, first_step: int) -> Any:
                 tracker = tracking.TensorBoardTracker(folder, config.output_dir, purge_step=purge)
         elif name == "wandb":
             tracker = tracking.WandBTracker(config.wandb_project, name=run, tags=config.wandb_tags, config=settings)
+        elif name == "mlflow":
+            tracker = tracking.MLflowTracker(config.wandb_project, run_name=run)
         else:
             tracker = tracking.TrackioTracker(config.wandb_project, name=run, config=settings)
         tracker.start()
         if name == "tensorboard":
             _write_hyperparameters(tracker.writer, settings)
+        elif name == "mlflow":
+            tracker.store_init_configuration(settings)
     except ImportError as error:
         raise UserError(
             f"report_to: {name} is not installed ({error}); install it (pip install {name}) or set report_to: none"
