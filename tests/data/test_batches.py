@@ -244,10 +244,10 @@ def test_nothing_fits_without_duplicates() -> None:
 
 def test_the_deferred_do_not_cost_quadratic_time() -> None:
     rows = [[i, 10**9 + i % 3] for i in range(60_000)]
-    start = time.perf_counter()
+    start = time.process_time()
     batch_schedule = BatchSchedule([60_000], 3, seed=0, keys=make_keys(rows))
     assert batch_schedule.num_left_out < 3_000
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
 
 
 def test_summary_names_what_is_left_out() -> None:
@@ -256,11 +256,11 @@ def test_summary_names_what_is_left_out() -> None:
 
 
 def test_a_million_examples() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     batch_schedule = BatchSchedule([1_000_000], 1024, seed=0)
     batch_schedule.batch(0, 0)
-    assert time.perf_counter() - start < 3
-    start = time.perf_counter()
+    assert time.process_time() - start < 3
+    start = time.process_time()
     for step in range(500):
         batch_schedule.batch(0, step)
-    assert (time.perf_counter() - start) / 500 < 1e-3
+    assert (time.process_time() - start) / 500 < 1e-3
