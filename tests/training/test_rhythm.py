@@ -24,7 +24,7 @@ SIZE = Size(total_steps=1000, examples_per_step=32, num_training=2.0, num_evalua
 
 
 def rate(what: str = "weights", family: str = "text_encoder", width: int = 384, **options: Any) -> float:
-    facts = Trained(what, family, width, options.pop("tuned", True), options.pop("new", False))  # type: ignore[arg-type]
+    facts = Trained(what, family, width, options.pop("tuned", True), options.pop("new", False), family == "clip")  # type: ignore[arg-type]
     return peak_rate(TrainConfig(**BASE, **options), facts).value
 
 

@@ -43,6 +43,8 @@ class Trained:
     """True if the model is an embedding model already: its folder names pooling and other modules."""
     is_new: bool
     """True if the weights are initial ones, from which nothing was trained yet."""
+    has_scale: bool = False
+    """True if the weights contain the scale of the loss that they were trained with, as those of CLIP and SigLIP do."""
 
 
 def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
@@ -70,7 +72,7 @@ def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
 def _of_weights(trained: Trained) -> tuple[float, str]:
     """Return the peak for all weights and the reason."""
     kind = trained.family.replace("_", " ")
-    if trained.family in ("clip", "siglip"):
+    if trained.has_scale:
         return TWO_TOWERS, f"a {kind} model"
     rate = (TUNED if trained.is_tuned else RAW) * math.sqrt(WIDTH / trained.width)
     tuned = "an embedding model already" if trained.is_tuned else "no embedding model yet"

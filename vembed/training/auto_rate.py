@@ -32,6 +32,7 @@ def with_rate(config: TrainConfig, embedder: EmbeddingModel, session: Session) -
         width=description.text_hidden_dim or description.hidden_dim,
         is_tuned=_is_tuned(Path(description.source)),
         is_new=collectives.broadcast_json(has_initial_norms(embedder) if session.is_main else None),
+        has_scale=description.traits.has_scale_and_bias,
     )
     decision = peak_rate(config, facts)
     log.info("learning_rate: %g (auto; %s)", decision.value, decision.reason)
