@@ -33,7 +33,9 @@ class Breaks(Hook):
 
 
 def test_skipping_gives_up_and_keeps_what_was_saved_before(tmp_path, caplog):
-    options = settings(tmp_path, max_steps=60, save_steps=1, save_total_limit=2, on_nonfinite="skip", val_data_path=None)
+    options = settings(
+        tmp_path, max_steps=60, save_steps=1, save_total_limit=2, on_nonfinite="skip", val_data_path=None
+    )
     with pytest.raises(RunError, match=rf"^{MOST_SKIPPED} steps in a row were skipped .*checkpoint-4 is untouched"):
         vembed.train(options, hooks=[Breaks(after=4)])
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
