@@ -20,6 +20,7 @@ STEPS = 3
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """One run on every rank: gathers, forwards and what is still gathered when the optimizer steps; and the losses."""
     gathers: list[int] = []
+    until_update: list[int] = []
     left: list[bool] = []
     units_seen: set[int] = set()
     original, apply = _fsdp_param_group.foreach_all_gather, Update.apply
@@ -31,6 +32,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     def update(self: Update, *args: Any) -> Any:
         units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         units_seen.add(len(units))
+        until_update.append(len(gathers))
         left.extend(unit._get_fsdp_state()._fsdp_param_group.is_unsharded for unit in units)  # type: ignore[union-attr]
         return apply(self, *args)
 
@@ -40,7 +42,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     finally:
         _fsdp_param_group.foreach_all_gather, Update.apply = original, apply  # type: ignore[method-assign]
     return {
-        "gathers": len(gathers) / STEPS,
+        "gathers": until_update[-1] / STEPS,  # the check of what is saved gathers once more
         "units": max(units_seen),
         "left": any(left),
         "losses": metrics(options["output_dir"]),
