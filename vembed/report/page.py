@@ -94,7 +94,8 @@ h3 small { font-size: .85em; font-weight: 400; color: var(--ink-soft); }
 h3 b { margin-left: auto; font-weight: 600; font-variant-numeric: tabular-nums; }
 .pair { display: grid; gap: 2.2rem; align-items: start; }
 .grid { display: grid; gap: 1.8rem 2.2rem; }
-@media (min-width: 46rem) { .pair, .grid { grid-template-columns: 1fr 1fr; } }
+@media (min-width: 46rem) { .grid { grid-template-columns: 1fr 1fr; } }
+@media (min-width: 60rem) { .pair { grid-template-columns: 1fr 1fr; } }
 .pair > *, .grid > * { min-width: 0; }
 .scroll { overflow-x: auto; }
 table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; }
