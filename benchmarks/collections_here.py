@@ -55,7 +55,7 @@ def docstrings(num_train: int, num_val: int) -> Collection:
 
 
 def manual(num_train: int, num_val: int) -> Collection:
-    """What a manual page says about its command in one line -> the first paragraph of its description."""
+    """Return pairs of a manual page's line about its command and the first paragraph of its description."""
     return _pairs(_by_hash(_manual_pairs(), MANUAL), num_train, num_val)
 
 

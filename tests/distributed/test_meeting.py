@@ -55,7 +55,7 @@ def changed(run: ResolvedRun, name: str) -> ResolvedRun:
 
 
 def sentence(number: int, facts: dict[str, Any], **launch: Any) -> str | None:
-    """What one meeting says to this rank, in a part of the store of its own."""
+    """Return the message of one meeting to this rank, in a part of the store of its own."""
     ranks = read_rank_info()
     store = dist.PrefixStore(f"meeting-{number}", STORE[0])
     try:

@@ -1,4 +1,4 @@
-"""What programs read: docs/llms.txt is current, and docs/agents.md names every command with `--json`."""
+"""Pages for programs: docs/llms.txt is current, and docs/agents.md names every command with `--json`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ LAUNCH = ROOT / "examples" / "launch"
 
 
 def train_words(text: str) -> TrainArguments:
-    """What `vembed train` makes of the line that starts it, with a number for each variable."""
+    """Return the arguments of the line that starts `vembed train`, with a number for each variable."""
     line = next(line for line in text.splitlines() if "vembed train" in line)
     words = [re.sub(r"\$\{?\w+\}?", "2", word) for word in shlex.split(line.partition("vembed train")[2])]
     return parse_train_arguments([word for word in words if word != "$@"])

@@ -157,7 +157,7 @@ def occurrences(example: Any) -> list[tuple[Any, str]]:
 
 @pytest.fixture(scope="module")
 def found(place: Path) -> dict[str, list[Found]]:
-    """What each group of ranks has found, one start of processes for each."""
+    """Results of each group of ranks, one start of processes for each."""
     groups = {"one": (1, "single"), "ddp": (3, "ddp"), "fsdp2": (2, "fsdp")}
     return {
         name: run_ranks(on_ranks, ranks, place, strategy, timeout=100, process_group=False)

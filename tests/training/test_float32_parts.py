@@ -1,4 +1,4 @@
-"""What must stay exact beside arithmetic in 16 bits: pooling, retrieval scores, attention's dtype; adapters' inputs."""
+"""Parts that stay exact beside 16-bit arithmetic: pooling, retrieval scores, attention's dtype; adapters' inputs."""
 
 from __future__ import annotations
 

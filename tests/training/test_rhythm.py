@@ -1,4 +1,4 @@
-"""What a config leaves to `auto`: learning rate, length, evaluations, checkpoints, patience; decided, said and kept."""
+"""Values that a config leaves to `auto`: learning rate, length, evaluations, checkpoints, patience."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from vembed.distributed.rendezvous import POLL_SECONDS, Limit, Waiting, address,
 from vembed.errors import UserError
 
 Introduction = Callable[[RankInfo], Mapping[str, Any]]
-"""What a rank says about its run: values by name, equal on all ranks. It may raise UserError, which then ends all."""
+"""Facts of a rank about its run: values by name, equal on all ranks. It may raise UserError, which then ends all."""
 
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_COMPLETION_ID")
 """Variables of cluster systems that are the same on all machines of a job."""

@@ -78,12 +78,11 @@ def run_encode(
     """
     target = check_target(output)
     check_kept_names(keep)
-    if layers is not None and (target.suffix != ".npy" or truncate_dim is not None or normalize is not None):
-        raise UserError("hidden states (--layers) are written as they are, to a .npy file")
-    if pooling is not None and layers is None:
-        raise UserError("--pooling is for hidden states (--layers); embeddings are pooled as the model says")
-    if precision != "float32" and layers is not None:
-        raise UserError(f"--precision {precision} is of embeddings; hidden states (--layers) are float32")
+    if layers is None:
+        if pooling is not None:
+            raise UserError("--pooling is for hidden states (--layers); embeddings are pooled as the model says")
+    else:
+        _check_layers(target, precision, changed=truncate_dim is not None or normalize is not None)
     console = Console(stderr=True)
     config = session_config(model, strategy, trust_remote_code=trust_remote_code)
     with start_session(config) as session:
@@ -134,6 +133,14 @@ def run_encode(
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
     return result
+
+
+def _check_layers(target: Path, precision: VectorPrecision, *, changed: bool) -> None:
+    """Raise UserError if hidden states are to be written in another way than as they are."""
+    if target.suffix != ".npy" or changed:
+        raise UserError("hidden states (--layers) are written as they are, to a .npy file")
+    if precision != "float32":
+        raise UserError(f"--precision {precision} is of embeddings; hidden states (--layers) are float32")
 
 
 def session_config(model: str, strategy: Literal["auto", "ddp", "fsdp"], *, trust_remote_code: bool) -> TrainConfig:

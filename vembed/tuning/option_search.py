@@ -31,14 +31,14 @@ WORKER = "VEMBED_TUNE_WORKER"
 """Variable with the number of a process that was started to share a search."""
 QUIETLY = ("console=quiet", "report_to=none", "overwrite=true", "resume=false", "save_steps=null",
            "load_best_model_at_end=false", "patience=null")  # fmt: skip
-"""What a trial does not need: it is scored by its best evaluation, and its weights are not kept."""
+"""Options that are off in a trial: it is scored by its best evaluation, and its weights are not kept."""
 REDUCTION = 3
 """Successive halving: of the trials that have come to an evaluation, a third goes on to three times as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What is searched, and where."""
+    """Options that are searched, and the folder of the search."""
 
     config: str
     overrides: tuple[str, ...]
