@@ -67,7 +67,7 @@ def test_as_many_images_are_decoded_at_once_as_there_are_threads(monkeypatch: py
 
 
 def test_decoding_ahead_stays_within_the_cache(seen) -> None:
-    size = 3 * 32 * 32 * 4
+    size = 3 * 32 * 32
     mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=1, image_cache_bytes=8 * size)
     features = features_of(mine)
     mine.collate(features[:1])

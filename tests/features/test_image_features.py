@@ -73,7 +73,7 @@ def test_pixels_are_kept_for_the_second_pass_and_bounded(decoded: list[ImageRef]
     first, second = mine.collate(features), mine.collate(features)
     assert len(decoded) == 5
     assert torch.equal(first["pixel_values"], second["pixel_values"])
-    size = 3 * 32 * 32 * 4
+    size = 3 * 32 * 32
     small = Featuriser(mine.description, image_cache_bytes=2 * size)
     features = small.features([of_images(image(seed=seed)) for seed in range(5)])  # type: ignore[misc]
     decoded.clear()

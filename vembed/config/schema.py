@@ -114,8 +114,8 @@ class AdapterOptions(Frozen, title="adapters and frozen parts"):
     """Rank of the adapters."""
     lora_alpha: PositiveInt = 32
     """Scale of the adapters: their update is multiplied by alpha / r."""
-    lora_dropout: Fraction = 0.05
-    """Dropout inside the adapters."""
+    lora_dropout: Fraction = 0.0
+    """Dropout inside the adapters. It draws numbers for every input of every adapted layer."""
     lora_target_modules: Literal["auto", "all-linear"] | list[str] = "auto"
     """Layers that get an adapter. `auto`: attention and feed-forward projections of the chosen towers."""
     lora_towers: Literal["text", "vision", "all"] = "all"

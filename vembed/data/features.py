@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vembed.data.examples import ImageRef, Item, Kind
+from vembed.data.pixel_recipe import PIXELS
 from vembed.data.pixels import Pixels, blank_image
 from vembed.data.processing import ChatProcessing, TextProcessing
 from vembed.errors import UserError
@@ -90,6 +91,14 @@ class Featuriser:
 
         `attention_mask` is present only if a row is padded.
         """
+        return self.finished(self.joined(features))
+
+    def finished(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what `joined` has given as the model takes it: pixels of 8 bits become numbers on their device."""
+        return batch if self._pixels is None or PIXELS not in batch else self._pixels.finished(batch)
+
+    def joined(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
+        """Return the tensors of features of one modality as they are moved to the device: `collate` without its end."""
         modality = features[0].modality
         rows = [one.token_ids for one in features if one.token_ids is not None]
         images = [image for one in features for image in one.images]

@@ -61,28 +61,38 @@ class Feeder:
         return total
 
     def _collate(self, micro_batch: MicroBatch, features: Sequence[Features]) -> ModelInputs:
-        return [
-            (modality, self.featuriser.collate([features[row] for row in rows] or [self.featuriser.dummy(modality)]))
-            for modality, rows in micro_batch
-        ]
+        """Return the tensors of a micro-batch on the host. With images this runs in a thread beside the step."""
+        inputs = []
+        for modality, rows in micro_batch:
+            chosen = [features[row] for row in rows] or [self.featuriser.dummy(modality)]
+            if self.device.type != "cuda":
+                inputs.append((modality, self.featuriser.collate(chosen)))
+                continue
+            batch = self.featuriser.joined(chosen)  # pixels of 8 bits, which become numbers on the GPU
+            if modality == "text" and "attention_mask" in batch:
+                batch[TOKENS] = token_index(batch["attention_mask"])  # on the GPU this would force a sync
+            inputs.append((modality, {name: pinned(tensor, self.device) for name, tensor in batch.items()}))
+        return inputs
 
     def _to_device(self, inputs: ModelInputs) -> ModelInputs:
-        if self.device.type == "cuda":
-            for modality, batch in inputs:
-                if modality == "text" and "attention_mask" in batch:
-                    batch[TOKENS] = token_index(batch["attention_mask"])  # on the GPU this would force a sync
-        return [
-            (modality, {name: to_device(tensor, self.device) for name, tensor in batch.items()})
+        if self.device.type != "cuda":
+            return inputs
+        moved = [
+            (modality, {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()})
             for modality, batch in inputs
         ]
+        return [(modality, self.featuriser.finished(batch)) for modality, batch in moved]
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor in memory from which a copy to the device overlaps with computation: from pageable memory
+    it would block the host."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to the device, without a GPU synchronisation."""
-    if device.type != "cuda":
-        return tensor
-    # From pageable memory the copy would block the host; pinned memory lets it overlap with computation.
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return pinned(tensor, device).to(device, non_blocking=True)
 
 
 def row_index(rows: Sequence[int], device: torch.device) -> Tensor:

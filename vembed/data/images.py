@@ -143,22 +143,26 @@ def _is_link(path: str) -> bool:
 @contextmanager
 def _named(image: ImageRef) -> Iterator[None]:
     """Convert Pillow's errors on broken files to a UserError with the image's name."""
-    name = (
-        f"image {shown(image.path, 300)}" if image.path is not None else f"image of {len(image.data or b''):,d} bytes"
-    )
     try:
         yield
     except UserError as error:
-        raise UserError(f"{name} {error}") from error
+        raise UserError(f"{_name(image)} {error}") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UserError(f"{name} has more than {MAX_PIXELS:,d} pixels: scale it down") from error
+        raise UserError(f"{_name(image)} has more than {MAX_PIXELS:,d} pixels: scale it down") from error
     except UnidentifiedImageError as error:
-        raise UserError(f"{name} is none, or of an unknown format (known: {', '.join(_formats())})") from error
+        known = ", ".join(_formats())
+        raise UserError(f"{_name(image)} is none, or of an unknown format (known: {known})") from error
     except FileNotFoundError as error:
-        raise UserError(f"{name} does not exist") from error
+        raise UserError(f"{_name(image)} does not exist") from error
     except (*_BROKEN, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(f"{name} is broken or cannot be read: {reason or type(error).__name__}") from error
+        raise UserError(f"{_name(image)} is broken or cannot be read: {reason or type(error).__name__}") from error
+
+
+def _name(image: ImageRef) -> str:
+    if image.path is not None:
+        return f"image {shown(image.path, 300)}"
+    return f"image of {len(image.data or b''):,d} bytes"
 
 
 @contextmanager
@@ -218,6 +222,8 @@ def _turn(picture: Image.Image) -> Image.Transpose | None:
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
+    if picture.mode == "RGB":  # `convert` would copy it
+        return picture
     if picture.mode.startswith("I"):  # 16 bits: `convert` would clip everything above 255
         picture = picture.convert("I").point(lambda value: value / 257).convert("L")
     if picture.mode == "P" and "transparency" in picture.info:

@@ -13,17 +13,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
 from vembed.data.examples import ImageRef
 from vembed.data.images import load_image
+from vembed.data.pixel_recipe import PIXELS, Processed, find_recipe
 from vembed.errors import UserError
 from vembed.families.backbones import read_config
 from vembed.families.description import ModelDescription
 from vembed.models.processors import load_image_processor
 
-Processed = dict[str, torch.Tensor]
 CONVOLUTION_STRIDE = 32
 """Total stride in pixels of a convolutional network whose config has no patch size."""
 
@@ -37,11 +38,12 @@ def blank_image(width: int = 32, height: int = 32) -> ImageRef:
 
 class Pixels:
     """Processed images with an LRU cache of `cache_bytes`. Gradient Cache runs every micro-batch twice; the second pass
-    reads cached images."""
+    reads cached images, which are kept as bytes."""
 
     def __init__(self, description: ModelDescription, *, cache_bytes: int, decoders: int | None = None) -> None:
         """`decoders`: threads that decode; None: one per core of this process."""
         self._processor = load_image_processor(description)
+        self._recipe = find_recipe(self._processor)
         config = read_config(
             Path(description.image_source or description.source), trust_remote_code=description.trust_remote_code
         ).to_dict()
@@ -61,10 +63,17 @@ class Pixels:
         return int(self._processor.merge_size)
 
     def stack(self, images: Sequence[ImageRef]) -> Processed:
-        """Return the images' tensors, concatenated along the first dimension."""
+        """Return the images' tensors, concatenated along the first dimension. `finished` gives what the model takes."""
         self.decode_ahead(images)
         made = [self._get(image) for image in images]
-        return {name: torch.cat([one[name] for one in made]) for name in made[0]}
+        # By NumPy, in the calling thread: PyTorch would wake a team of threads beside those that decode.
+        return {name: torch.from_numpy(np.concatenate([one[name].numpy() for one in made])) for name in made[0]}
+
+    def finished(self, stacked: Processed) -> Processed:
+        """Return the stacked tensors as the model takes them: bytes become numbers, on the device where they are."""
+        if self._recipe is None or stacked[PIXELS].dtype != torch.uint8:
+            return stacked
+        return self._recipe.finished(stacked)
 
     def decode_ahead(self, images: Sequence[ImageRef]) -> None:
         """Begin to decode images, each in a task of its own. No more than half of the cache is decoded ahead: what is
@@ -77,14 +86,14 @@ class Pixels:
                 if len(self._decoding) >= most:
                     return
                 if image not in self._kept and image not in self._decoding:
-                    self._decoding[image] = self._pool.submit(self._make, image)
+                    self._decoding[image] = self._pool.submit(self.made, image)
 
     @cached_property
     def num_patches(self) -> int:
         """Positions that an image tower computes for one image of any size."""
-        wide, high = (self._make(blank_image(*size)) for size in ((64, 48), (48, 64)))
-        shape = wide["pixel_values"].shape
-        if shape != high["pixel_values"].shape:
+        wide, high = (self.finished(self.made(blank_image(*size))) for size in ((64, 48), (48, 64)))
+        shape = wide[PIXELS].shape
+        if shape != high[PIXELS].shape:
             raise UserError(
                 "the model's image processor gives images of different sizes, and vembed needs one size: set crop_size "
                 "and do_center_crop in preprocessor_config.json"
@@ -103,6 +112,13 @@ class Pixels:
             raise UserError(f"image {named}, {width} x {height} pixels, cannot be used: {error}") from error
         return int(patches) // self.merge_size**2
 
+    def made(self, image: ImageRef) -> Processed:
+        """Decode an image. `finished` gives what the model takes."""
+        picture = load_image(image)
+        if self._recipe is not None:
+            return self._recipe.halfway(picture)
+        return dict(self._processor(images=[picture], return_tensors="pt"))
+
     def _get(self, image: ImageRef) -> Processed:
         with self._lock:
             if image in self._kept:
@@ -110,7 +126,7 @@ class Pixels:
                 return self._kept[image]
             decoding = self._decoding.get(image)
         try:
-            made = self._make(image) if decoding is None else decoding.result()
+            made = self.made(image) if decoding is None else decoding.result()
         finally:
             with self._lock:
                 self._decoding.pop(image, None)
@@ -124,9 +140,6 @@ class Pixels:
                 _, oldest = self._kept.popitem(last=False)
                 self._bytes_left += sum(tensor.nbytes for tensor in oldest.values())
         return made
-
-    def _make(self, image: ImageRef) -> Processed:
-        return dict(self._processor(images=[load_image(image)], return_tensors="pt"))
 
 
 def num_cores() -> int:

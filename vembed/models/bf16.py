@@ -1,5 +1,5 @@
-"""Arithmetic in bfloat16 on CPUs, with float32 weights: linear layers that use copies of their weights, layer norms
-whose output is bfloat16.
+"""Arithmetic in bfloat16 with float32 weights: linear layers that use copies of their weights, norms and embeddings
+whose output is bfloat16. For models that are not sharded; FSDP2 does the same by its policy.
 
 Autocast converts every weight in every forward pass and leaves the hidden states between the layers in float32. Here
 weights are converted once while they stay the same (`holding_copies`), and hidden states are bfloat16 throughout.
@@ -16,6 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+_RMS_NORMS = frozenset(
+    {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen2_5_VLRMSNorm", "Qwen3VLTextRMSNorm"}
+)
+"""Classes with the formula weight * x / sqrt(mean(x ** 2) + variance_epsilon)."""
 
 
 class WeightCopies:
@@ -98,20 +103,61 @@ class Bf16LayerNorm(nn.LayerNorm):
         return super().forward(input).to(torch.bfloat16)
 
 
+class Bf16RMSNorm(nn.Module):
+    """The RMSNorm of Llama, Qwen and Mistral with float32 weights and statistics, and output in bfloat16.
+
+    Transformers multiplies the 16-bit result by the float32 weight, so that every norm widens what follows it.
+    """
+
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Apply the norm to float32 or bfloat16."""
+        values = hidden_states.to(torch.bfloat16)
+        with torch.autocast(values.device.type, enabled=False):
+            return functional.rms_norm(
+                values, self.weight.shape, self.weight.to(torch.bfloat16), float(self.variance_epsilon)
+            )
+
+
+class Bf16Embedding(nn.Embedding):
+    """nn.Embedding with float32 weights and output in bfloat16."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up rows."""
+        return super().forward(input).to(torch.bfloat16)
+
+
 def use_bf16(backbone: nn.Module) -> int:
-    """Let linear layers and layer norms with float32 weights compute in bfloat16, and return their number."""
+    """Let linear layers and norms with float32 weights compute in bfloat16, and return their number."""
     copies = WeightCopies()
     count = 0
-    for module in backbone.modules():
-        if type(module) is nn.Linear and module.weight.dtype == torch.float32:
-            module.__class__ = Bf16Linear
-            module.copies = copies  # type: ignore[assignment]
-        elif type(module) is nn.LayerNorm and module.elementwise_affine and module.weight.dtype == torch.float32:
-            module.__class__ = Bf16LayerNorm
-        else:
+    for name, module in backbone.named_modules():
+        kind = _narrow_class(name, module)
+        if kind is None:
             continue
+        module.__class__ = kind
+        if kind is Bf16Linear:
+            module.copies = copies  # type: ignore[assignment]
         count += 1
     return count
+
+
+def _narrow_class(name: str, module: nn.Module) -> type[nn.Module] | None:
+    """Return the class with which a layer computes in bfloat16; None: it stays as it is."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dtype != torch.float32:
+        return None
+    if type(module) is nn.Linear:
+        return Bf16Linear
+    if type(module) is nn.LayerNorm:
+        return Bf16LayerNorm
+    if type(module) is nn.Embedding and name.rpartition(".")[2] == "embed_tokens":
+        return Bf16Embedding  # of a decoder, which hands it on from layer to layer
+    if type(module).__name__ in _RMS_NORMS:
+        return Bf16RMSNorm
+    return None
 
 
 def keep_copies(model: nn.Module) -> None:

@@ -1,0 +1,156 @@
+"""Image processors in two halves: the same bits as the published processor, in bytes until the device."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks import decoding
+from tests import tiny
+from tests.features.test_image_features import image, of_images
+from tests.features.test_text_features import featuriser
+from vembed.config.schema import TrainConfig
+from vembed.data import feeding
+from vembed.data.features import Featuriser
+from vembed.data.feeding import Feeder
+from vembed.data.images import load_image
+from vembed.data.pixel_recipe import PIXELS, ByProcessor, Patches, PixelRecipe, WholeImages, find_recipe
+from vembed.families.decisions import describe
+from vembed.models.processors import load_image_processor
+
+SIZES = ((24, 16), (300, 40), (33, 200), (32, 32), (5, 7))
+
+
+def processor_of(make: Callable[..., Path]) -> Any:
+    return load_image_processor(describe(TrainConfig(model_name=str(tiny.shared(make)), data_path="-")))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (tiny.tiny_vit, WholeImages),
+        (tiny.tiny_clip, WholeImages),
+        (tiny.tiny_siglip, WholeImages),
+        (tiny.tiny_dinov2, WholeImages),
+        (tiny.tiny_qwen3_vl, Patches),
+    ],
+)
+def test_both_halves_give_the_processors_bits(make: Callable[..., Path], kind: type[PixelRecipe]) -> None:
+    processor = processor_of(make)
+    recipe = find_recipe(processor)
+    assert type(recipe) is kind
+    for size in SIZES:
+        picture = load_image(image(*size, seed=sum(size)))
+        halfway = recipe.halfway(picture)
+        assert halfway[PIXELS].dtype == torch.uint8
+        wanted = dict(processor(images=[picture], return_tensors="pt"))
+        assert wanted[PIXELS].nbytes >= 4 * halfway[PIXELS].nbytes
+        found = recipe.finished(halfway)
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_crop_beyond_the_image_has_the_processors_border() -> None:
+    processor = processor_of(tiny.tiny_clip)
+    processor.do_resize = False
+    recipe, picture = find_recipe(processor), load_image(image(20, 40))
+    assert isinstance(recipe, WholeImages)
+    found = recipe.finished(recipe.halfway(picture))[PIXELS]
+    assert torch.equal(found, processor(images=[picture], return_tensors="pt")[PIXELS])
+
+
+class Brighter:
+    """A processor with an arithmetic of its own: before the scale, or after it."""
+
+    def __init__(self, processor: Any, *, late: bool) -> None:
+        self.processor, self.late = processor, late
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.processor.to_dict())
+
+    def __call__(self, images: list[Image.Image], **options: Any) -> dict[str, torch.Tensor]:
+        if not self.late:
+            images = [one.point(lambda value: 255 - value) for one in images]
+        made = self.processor(images=images, **options)
+        return {PIXELS: made[PIXELS] ** 2 if self.late else made[PIXELS]}
+
+
+def test_a_processor_of_another_kind_keeps_its_own_code() -> None:
+    processor = processor_of(tiny.tiny_vit)
+    recipe = find_recipe(Brighter(processor, late=False))
+    assert isinstance(recipe, ByProcessor), "the first half by the processor, the numbers on the device"
+    picture = load_image(image(50, 20))
+    found = recipe.finished(recipe.halfway(picture))[PIXELS]
+    assert torch.equal(found, Brighter(processor, late=False)([picture], return_tensors="pt")[PIXELS])
+    assert find_recipe(Brighter(processor, late=True)) is None
+
+
+def test_pixels_stay_bytes_until_they_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = featuriser(tiny.shared(tiny.tiny_vit))
+    features = mine.features([of_images(image(seed=seed)) for seed in range(4)])  # type: ignore[misc]
+    threads, moved = [], []
+
+    def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return tensor
+
+    class Gpu(Feeder):
+        def _to_device(self, inputs: feeding.ModelInputs) -> feeding.ModelInputs:
+            moved.extend(batch[PIXELS].dtype for _, batch in inputs)
+            return [(modality, self.featuriser.finished(batch)) for modality, batch in inputs]
+
+    monkeypatch.setattr(feeding, "pinned", pinned)
+    fed = list(Gpu(mine, torch.device("cuda")).feed([[("image", [0, 1])], [("image", [2, 3])]], features))
+    assert moved == [torch.uint8] * 2 and all(name.startswith("vembed-collate") for name in threads)
+    assert torch.equal(torch.cat([one[0][1][PIXELS] for one in fed]), mine.collate(features)[PIXELS])
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """Calls of functions in Python, during which the interpreter's lock is held."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_recipe_runs_little_python(tmp_path: Path) -> None:
+    # The interpreter's lock keeps threads from working on several images at once.
+    folder = tmp_path / "model"
+    folder.mkdir()
+    processor = load_image_processor(decoding.description_of(folder))
+    recipe, picture = find_recipe(processor), load_image(image(300, 224))
+    assert recipe is not None
+    own = calls_of(lambda: recipe.finished(recipe.halfway(picture)))
+    assert own < calls_of(lambda: processor(images=[picture], return_tensors="pt")) / 3
+
+
+def test_the_benchmark_of_decoding_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "in_processes", lambda *_: 1.0)  # which start interpreters
+    assert decoding.main(["--images", "16", "--batch-size", "4", "--rounds", "1", "--cores", "2"]) == 0
+    row = json.load(io.StringIO(capsys.readouterr().out))
+    assert row["images"] == 16 and row["with_cache"] > 0 and row["without_cache"] > 0
+
+
+def test_bytes_are_kept_for_the_second_pass() -> None:
+    size = 3 * 32 * 32
+    mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=1, image_cache_bytes=8 * size)
+    features = mine.features([of_images(image(seed=seed)) for seed in range(8)])  # type: ignore[misc]
+    first, second = mine.collate(features), mine.collate(features)
+    assert torch.equal(first[PIXELS], second[PIXELS])
