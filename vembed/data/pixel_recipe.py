@@ -63,6 +63,8 @@ class Scale:
         """One number or one of each channel. They stay arrays, and tensors: PyTorch multiplies by the inverse of a
         plain number, which rounds differently."""
         self._terms = [np.asarray(one, np.float32).reshape(1, -1, 1, 1) for one in (divisor, mean, deviation)]
+        self._table = self._computed(np.arange(256, dtype=np.float32).reshape(1, 1, 1, -1))[0, :, 0]
+        """[channels or 1, 256]: the number of each byte."""
         self._on_device: dict[torch.device, list[Tensor]] = {}
 
     def apply(self, values: Tensor) -> Tensor:
@@ -81,10 +83,14 @@ class Scale:
         return floats.div_(of_divisor).sub_(of_mean).div_(of_deviation)
 
     def _write(self, values: np.ndarray, numbers: np.ndarray) -> None:
+        # A look-up takes half the time of the arithmetic, and gives its bits.
+        table = np.broadcast_to(self._table, (values.shape[1], 256))
+        for channel, by_byte in enumerate(table):
+            np.take(by_byte, values[:, channel], out=numbers[:, channel], mode="clip")
+
+    def _computed(self, values: np.ndarray) -> np.ndarray:
         divisor, mean, deviation = self._terms
-        np.divide(values, divisor, out=numbers, dtype=np.float32)
-        numbers -= mean
-        numbers /= deviation
+        return (values / divisor - mean) / deviation
 
 
 @dataclass(frozen=True)

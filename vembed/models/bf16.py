@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 _RMS_NORMS = frozenset(
-    {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen2_5_VLRMSNorm", "Qwen3VLTextRMSNorm"}
+    {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen2VLRMSNorm", "Qwen2_5_VLRMSNorm"}
+    | {"Qwen3VLTextRMSNorm", "EuroBertRMSNorm"}
 )
 """Classes with the formula weight * x / sqrt(mean(x ** 2) + variance_epsilon)."""
 
