@@ -140,7 +140,7 @@ def use_bf16(backbone: nn.Module) -> int:
             continue
         module.__class__ = kind
         if kind is Bf16Linear:
-            module.copies = copies  # type: ignore[assignment]
+            module.copies = copies
         count += 1
     return count
 
