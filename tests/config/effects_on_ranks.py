@@ -22,6 +22,7 @@ from vembed.families.backbones import layers_of
 from vembed.families.decisions import describe
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import build_model
+from vembed.training.exchange import loss_exchange
 from vembed.training.whole_model import whole_model_writer
 
 FSDP1 = {"use_fsdp": True, "fsdp_version": 1}
@@ -55,6 +56,7 @@ CASES: dict[str, Mapping[str, Any]] = {
     "wide": {"use_fsdp": True, "mixed_precision": "bf16", "fsdp_mixed_precision": False},
     "bf16": {"use_fsdp": True, "mixed_precision": "bf16"},
     "param": {"use_fsdp": True, "fsdp_param_dtype": "bfloat16", "dist_timeout_minutes": 7},
+    "ring": {"loss_exchange": "ring"},
     "reduce": {"use_fsdp": True, "fsdp_param_dtype": "bfloat16", "fsdp_reduce_dtype": "bfloat16"},
     "output": {"use_fsdp": True, "fsdp_output_dtype": "bfloat16"},
 }  # fmt: skip
@@ -64,6 +66,7 @@ ROWS: dict[str, tuple[str, str, Any, str]] = {
     "strategy": ("fsdp", "kind", "FSDP2", "auto"),
     "use_fsdp": ("fsdp2", "kind", "FSDP2", "auto"),
     "accelerate_config": ("hsdp_file", "offload", True, "fsdp2"),
+    "loss_exchange": ("ring", "loss exchange", "InRing", "auto"),
     "mixed_precision": ("ddp", "layer dtype", "torch.bfloat16", "auto"),
     "fsdp_version": ("fsdp1", "kind", "FSDP1", "fsdp2"),
     "fsdp_sharding_strategy": ("grad_op", "unit strategies", ["SHARD_GRAD_OP"], "fsdp1"),
@@ -135,6 +138,7 @@ def _facts(session: Session) -> dict[str, Any]:
     return {
         "kind": "FSDP1" if old else "FSDP2" if new else "copies",
         "unit strategies": sorted({unit.sharding_strategy.name for unit in old}),
+        "loss exchange": type(loss_exchange(session)).__name__,
         "offload": bool(policy and type(policy.offload_policy).__name__ == "CPUOffloadPolicy"),
         "has layers as units": any("BertLayer" in type(unit).__name__ for unit in units),
         "has embeddings as units": any(isinstance(unit, nn.Embedding) for unit in units),

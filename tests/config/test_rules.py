@@ -63,6 +63,8 @@ def config(**values: Any) -> TrainConfig:
         ("teachers: [a, {model: b, name: a}]", "teachers: a is named twice"),
         ("teachers: [{model: b, name: scores}]", "the name 'scores' stands for scores in the data"),
         ("mix_negatives: 2\nnegatives_from: own_rank", "negatives_from: own_rank leaves them out"),
+        ("loss_exchange: ring\nloss: cosent", "loss: cosent compares those of the whole batch at once"),
+        ("loss_exchange: ring\nlosses:\n- loss: infonce\n- loss: spread_out", "loss: spread_out compares those"),
         ("losses: [{loss: infonce, learn_temperature: true, temperature: 2}]", "temperature: 2 is where a learned"),
     ],
 )

@@ -24,13 +24,14 @@ from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser
 from vembed.data.feeding import Feeder
 from vembed.data.rank_batch import RankBatch, make_rank_batch
-from vembed.distributed.session import start_session
+from vembed.distributed.session import Session, start_session
 from vembed.families.decisions import describe
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.models.names import plain_name
 from vembed.training.budget import Budget
+from vembed.training.exchange import InRing, LossExchange, loss_exchange
 from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep, order_micro_batches, seed_of
@@ -126,10 +127,18 @@ def gradients_on_ranks(cases: list[tuple[Case, Path]], strategy: str, more: dict
             guard = MemoryGuard(session)
             source = InputSource(model, Feeder(featuriser, session.device), session)
             step = ContrastiveStep(model, loss, source, session, case.budget(), guard, SEED)
+            step.exchange = exchange_of(config, session)
             result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
             synchronise(model, loss, session)
             results.append({**full_gradients(model), **loss_gradients(loss), "loss": result.loss_share})
     return results
+
+
+def exchange_of(config: TrainConfig, session: Session) -> LossExchange:
+    """The exchange of one case: its session is that of a group of cases."""
+    if config.loss_exchange == "ring":
+        return InRing(session.rank, session.world_size)
+    return loss_exchange(session)
 
 
 def reference(case: Case, world_size: int) -> dict[str, Tensor]:

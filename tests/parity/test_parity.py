@@ -24,6 +24,9 @@ CASES = [
     Case("document-document", {"document_document_negatives": True}, data="several", micro="row", cache=False),
     Case("everything", {"bidirectional": True, "query_query_negatives": True, "document_document_negatives": True,
                         "false_negative_margin": 0.05, "learn_temperature": True, **MRL}, data="several"),
+    Case("ring", {"loss_exchange": "ring", "bidirectional": True, "query_query_negatives": True,
+                  "document_document_negatives": True, "false_negative_margin": 0.05, **MRL}, data="several"),
+    Case("ring-cached-rows", {"loss_exchange": "ring", "hard_negatives_scope": "own"}, micro="row"),
     Case("several-positives", data="several", micro="whole"),
     Case("margin", {"false_negative_margin": 0.01}, micro="odd"),
     Case("learned-temperature", {"learn_temperature": True, "temperature": 0.1}, micro="odd"),
@@ -55,7 +58,7 @@ GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "fsdp2-3-uneven": (3, "fsdp", {"use_fsdp": True}),
     "fsdp1-2": (2, "fsdp", {"use_fsdp": True, "fsdp_version": 1, "fsdp_use_orig_params": True}),
 }
-SOME = ("hard-negatives", "everything", "checkpointing", "lora", "dropout", "cosent", "frozen-layers")
+SOME = ("hard-negatives", "everything", "ring", "checkpointing", "lora", "dropout", "cosent", "frozen-layers")
 """What runs on every strategy; on one process and on two, everything does."""
 TABLE = [
     (group, case.name) for group in GROUPS for case in CASES if group in ("one", "ddp-2") or case.name in SOME

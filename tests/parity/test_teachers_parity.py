@@ -20,6 +20,7 @@ from tests.parity.engine import (
     Case,
     build,
     examples,
+    exchange_of,
     full_gradients,
     loss_gradients,
     plain_batch,
@@ -59,6 +60,7 @@ DISTILLED = [
 CASES = [
     Case("guide", {**GUIDED, **EVERY_NEGATIVE}, data="several"),
     Case("guide-own-kept-graphs", {**GUIDED, "hard_negatives_scope": "own"}, data="several", cache=False),
+    Case("guide-in-ring", {**GUIDED, **EVERY_NEGATIVE, "loss_exchange": "ring"}, data="several"),
     Case("everything", {"losses": [GUIDED, *DISTILLED]}, data="several"),
     Case("everything-matryoshka", {"losses": [GUIDED, *DISTILLED], **MRL}, data="several", micro="row"),
     Case("graded", {"losses": [{"loss": "ranknet"}, {"loss": "listwise"}, {"loss": "kl", "teacher": "scores"}],
@@ -99,6 +101,7 @@ def on_ranks(cases: list[tuple[Case, Path]], strategy: str, more: dict[str, Any]
             rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
             source, guard = InputSource(model, Feeder(featuriser, session.device), session), MemoryGuard(session)
             step = ContrastiveStep(model, loss, source, session, case.budget(), guard, SEED, teachers)
+            step.exchange = exchange_of(config, session)
             result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
             synchronise(model, loss, session)
             later = {name: one.num_later for name, one in (*teachers.vectors.items(), *teachers.pairs.items())}

@@ -14,6 +14,7 @@ from vembed.config.terms import (
     has_tasks,
     listed_teachers,
     losses_of,
+    needs_whole_batch,
     run_terms,
     takes_vectors,
 )
@@ -101,6 +102,17 @@ def _mixtures_are_candidates(config: TrainConfig) -> Violation | None:
     )
 
 
+def _ring_losses(config: TrainConfig) -> Violation | None:
+    loss = needs_whole_batch(config)
+    if config.loss_exchange != "ring" or loss is None:
+        return None
+    return Violation(
+        ("loss_exchange", "loss", "losses"),
+        f"loss_exchange: ring passes embeddings on block by block, and loss: {loss} compares those of the whole batch "
+        "at once: use loss_exchange: gather, or auto",
+    )
+
+
 LOSS_RULES: tuple[Rule, ...] = (
     _triplet_has_negatives,
     _learned_temperature_in_range,
@@ -109,6 +121,7 @@ LOSS_RULES: tuple[Rule, ...] = (
     _losses_have_teachers,
     _tasks_have_batches_of_their_own,
     _mixtures_are_candidates,
+    _ring_losses,
 )
 
 

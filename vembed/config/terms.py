@@ -131,6 +131,15 @@ def takes_vectors(term: TrainConfig) -> bool:
     return term.loss in NEEDS_VECTORS or (term.loss == "kl" and term.distill_candidates == "batch")
 
 
+WHOLE_BATCH = frozenset({"cosent", "listwise", "ranknet", "relational", "spread_out"})
+"""Losses that compare what a ring never has in one place: they need the embeddings of all processes at once."""
+
+
+def needs_whole_batch(config: TrainConfig) -> str | None:
+    """Return the run's first loss that needs all embeddings on every process, or None."""
+    return next((term.loss for _, term in run_terms(config) if term.loss in WHOLE_BATCH), None)
+
+
 _CANDIDATES = frozenset(
     {
         "mask_duplicates", "hard_negatives_scope", "negatives_from", "query_query_negatives",

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -172,6 +173,36 @@ def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
         own = full.new_empty(longest, *full.shape[1:])
         _reduce_scatter_single(own, full.contiguous())
         return own[: counts[rank()]]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Point-to-point messages under way."""
+
+    works: Sequence[dist.Work]
+    kept: tuple[Tensor, ...] = ()
+    """What is sent and received, so that it lives as long as the messages."""
+
+    def wait(self) -> None:
+        """Block until all have arrived; on a GPU, make what is computed next wait for them."""
+        for work in self.works:
+            work.wait()
+
+
+def start_ring_shift(sent: Tensor, received: Tensor) -> Transfer:
+    """Start to send a tensor to the next rank, and to receive one from the rank before, which may have another size.
+
+    Messages between two ranks arrive in the order in which they were started. Empty ones are not sent.
+    """
+    with _collective("ring_shift"):
+        following, before = (rank() + 1) % world_size(), (rank() - 1) % world_size()
+        messages = []
+        if sent.numel():
+            messages.append(dist.P2POp(dist.isend, sent.contiguous(), following))
+        if received.numel():
+            messages.append(dist.P2POp(dist.irecv, received, before))
+        works = dist.batch_isend_irecv(messages) if messages else []
+        return Transfer(works, tuple(one.tensor for one in messages))
 
 
 def all_reduce_gradients(parameters: Iterable[nn.Parameter], *, average: bool = True) -> None:

@@ -16,6 +16,7 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed import estimate
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, Demand, Memory, ModelSize, measure
+from vembed.distributed.exchange import Exchange, choose_exchange, loss_bytes
 from vembed.distributed.hardware import Gpu
 from vembed.errors import UserError
 
@@ -51,6 +52,8 @@ class Placement:
     """The settings of FSDP where the model is sharded, else None."""
     precision: Decision[Precision]
     """Precision of the arithmetic."""
+    exchange: Decision[Exchange]
+    """How the processes get each other's embeddings for the loss."""
     recomputation: Decision[bool]
     """True if activations are recomputed in the backward pass (gradient checkpointing)."""
     rows: int
@@ -70,6 +73,7 @@ class Placement:
             "strategy": self.strategy,
             "gradient checkpointing": self.recomputation,
             "mixed precision": self.precision,
+            "loss exchange": self.exchange,
             "timeout in minutes": self.run.timeout_minutes,
         }
 
@@ -199,8 +203,17 @@ class Placement:
         return replace(self._without_graphs(size), activations=graphs * demand.per_token)
 
     def loss_bytes(self, dim: int) -> float:
-        """Return the bytes of the global batch's embeddings of `dim` numbers, their gradients, and the loss."""
-        return 4.0 * 4 * self.rows * self.ranks.world_size * dim + estimate.WORKING_BYTES
+        """Return the bytes of the embeddings of `dim` numbers that are here for the loss, their gradients, and the
+        loss."""
+        return loss_bytes(self.run.config, self.rows, self.ranks.world_size, dim, self.exchange.value)
+
+    def most_rows(self, size: ModelSize, exchange: Exchange) -> int:
+        """Return the largest `batch_size` of a process whose embeddings fit, with micro-batches as they are."""
+        config, world_size = self.run.config, self.ranks.world_size
+        free = self.memory - (self.predict(size, uses_cache=True).total - self.loss_bytes(size.hidden))
+        fixed = loss_bytes(config, 0, world_size, size.hidden, exchange)
+        each = loss_bytes(config, 1, world_size, size.hidden, exchange) - fixed
+        return max(0, int((free - fixed) / each))
 
     def _without_graphs(self, size: ModelSize) -> Memory:
         held = 0.0 if self.offloads else 1.0 / self.num_shards
@@ -247,6 +260,7 @@ def place(
             gpu,
             bf16_on_cpu=lambda: _bf16_on_cpu(run.config, instructions, sharded=fsdp is not None),
         ),
+        exchange=choose_exchange(run, ranks, memory, _rows(run, ranks)),
         recomputation=run.recomputation,
         rows=_rows(run, ranks),
         instructions=instructions,

@@ -231,7 +231,8 @@ def start_session(source: ResolvedRun | TrainConfig, introduce: Introduction = l
 def _log_placement(placement: Placement) -> None:
     run, decisions = placement.run, placement.decisions
     log.info("device: %s; mixed precision: %s", placement.device, decisions["mixed precision"])
-    for name in ("strategy", "gradient checkpointing"):
+    several = ("loss exchange",) if placement.ranks.world_size > 1 else ()
+    for name in ("strategy", "gradient checkpointing", *several):
         log.info("%s: %s", name, decisions[name])
     told = run.fsdp_notes if placement.fsdp is not None or (run.fsdp is None and placement.ranks.world_size > 1) else ()
     for line in (*told, *placement.notes, placement.advice):

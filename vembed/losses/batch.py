@@ -6,9 +6,11 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from vembed.errors import UserError
+from vembed.losses.exchange import RingParts
 from vembed.losses.targets import TeacherVectors, Teaching
 
 
@@ -18,10 +20,13 @@ class LossBatch:
 
     All tensors are on one device. Every rank holds the same values; only `own_rows` and `own_negatives` differ. A text
     that occurs in several roles or rows has one embedding and several indices.
+
+    In a ring (`ring` is given) the integers are those of the whole batch too, but `embeddings` and teachers' vectors
+    are those of this rank's inputs alone.
     """
 
     embeddings: Tensor
-    """[U, D] float32 or float64, not normalised; a leaf that requires grad in training."""
+    """[U, D] float32 or float64, not normalised; a leaf that requires grad in training. In a ring the own ones."""
     content: Tensor
     """[U] int64 content id. Equal ids mean equal content. One text may have two embeddings, from two ranks."""
     query: Tensor
@@ -51,6 +56,15 @@ class LossBatch:
     """Number of the source of the batch; of the first example, where sources are mixed."""
     number: int = 0
     """Number of the batch in the run: random draws of a loss depend on it and on nothing else."""
+    ring: RingParts | None = None
+    """How other ranks' embeddings come here where they were not gathered."""
+
+    def places(self, numbers: Tensor) -> Tensor:
+        """Return where in `embeddings` the inputs of these numbers are. In a ring they must be own inputs."""
+        if self.ring is None:
+            return numbers
+        ring = self.ring
+        return torch.where(numbers < ring.num_inputs, numbers - ring.first_input, numbers - ring.first_mixture)
 
     @property
     def num_rows(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from vembed.config.schema import TrainConfig
 from vembed.losses.batch import LossBatch
+from vembed.losses.exchange import Ring, RingParts
 
 # Fill values of unused key slots. They differ, so that an empty row slot never equals an empty column slot.
 NO_KEY_ROW = -1
@@ -65,6 +68,17 @@ class ExplicitPairs:
 
 
 @dataclass(frozen=True, slots=True)
+class ForeignColumns:
+    """Columns of other ranks in a ring. The own ones are the first rows of the own table, in the same order."""
+
+    ring: Ring
+    counts: tuple[int, ...]
+    """Number of columns of each rank."""
+    score_blocks: Callable[[int], tuple[ScoreBlock, ...]]
+    """The score blocks of the own rows against one rank's columns, whose positions count from its first column."""
+
+
+@dataclass(frozen=True, slots=True)
 class Candidates:
     """All scores of this rank's part of the loss. Positions are rows of a table of N occurrences."""
 
@@ -78,6 +92,8 @@ class Candidates:
     """Positions of the own rows' positives."""
     score_blocks: tuple[ScoreBlock, ...]
     explicit: tuple[ExplicitPairs, ...]
+    foreign: ForeignColumns | None = None
+    """Columns of other ranks, where the table holds the own ones alone."""
 
     def anchors(self, anchor: Anchor) -> slice:
         """Return the positions of the own rows' anchors of one kind."""
@@ -91,65 +107,81 @@ class Candidates:
 
 def find_candidates(batch: LossBatch, config: TrainConfig, *, both_directions: bool) -> Candidates:
     """Lay out the table [negatives, positives, queries, own hard negatives] and the score blocks of the options."""
-    own, own_negatives = batch.own(), batch.own_hard_negatives()
-    rows, negatives = slice(0, batch.num_rows), slice(0, batch.negative.numel())
-    if config.negatives_from == "own_rank":
-        rows, negatives = own, own_negatives
+    own = batch.own()
+    all_ranks = config.negatives_from != "own_rank"
+    rows, negatives = slice(0, batch.num_rows), numbers_of(slice(0, batch.negative.numel()), batch)
+    if batch.ring is not None:
+        rows, negatives = own, batch.ring.negatives[batch.ring.rank]
+    if not all_ranks:
+        rows, negatives = own, numbers_of(batch.own_hard_negatives(), batch)
     # Queries of other rows are needed only as columns; otherwise the own queries, as anchors, are enough.
     query_columns = config.query_query_negatives or both_directions
     query_rows = rows if query_columns else own
 
     explicit_row = explicit_position = used = batch.negative[:0]
-    if config.hard_negatives_scope == "own":
-        # With this scope hard negatives are explicit pairs and no columns of the score blocks, hence the empty range.
+    has_negative_columns = config.hard_negatives_scope == "all"
+    if not has_negative_columns:
+        # With this scope hard negatives are explicit pairs and no columns of the score blocks.
         explicit_row, explicit_negative = explicit_negatives(
             batch, own, negatives, mask_duplicates=config.mask_duplicates
         )
         used, explicit_position = torch.unique(explicit_negative, return_inverse=True)
-        negatives = slice(0, 0)
+        negatives = negatives[:0]
 
     occurrence = occurrences_of(batch, negatives, rows, query_rows, used)
-    num_negatives, num_rows = negatives.stop - negatives.start, rows.stop - rows.start
     # Negatives and positives are adjacent, so that one contiguous range holds all documents.
-    documents = slice(0, num_negatives + num_rows)
-    queries = slice(documents.stop, documents.stop + query_rows.stop - query_rows.start)
-
-    keys = _Keys(batch, config.mask_duplicates, own, rows, negatives)
-    score_blocks = [ScoreBlock("query", documents, keys.documents(), FORWARD)]
-    if config.query_query_negatives:
-        score_blocks.append(ScoreBlock("query", queries, keys.queries(), FORWARD))
-    if config.document_document_negatives:
-        score_blocks.append(ScoreBlock("positive", documents, keys.documents(), FORWARD))
-    if both_directions:
-        score_blocks.append(ScoreBlock("positive", queries, keys.queries_of_documents(), REVERSE))
+    num_documents = negatives.numel() + rows.stop - rows.start
+    queries = slice(num_documents, num_documents + query_rows.stop - query_rows.start)
+    keys = _Keys(batch, config, own, both_directions=both_directions)
     explicit: list[ExplicitPairs] = []
     if explicit_row.numel():
         position = queries.stop + explicit_position
         explicit.append(ExplicitPairs("query", explicit_row, position, FORWARD))
         if config.document_document_negatives:
             explicit.append(ExplicitPairs("positive", explicit_row, position, FORWARD))
+    foreign = None
+    if batch.ring is not None and all_ranks:
+        foreign = _foreign_columns(batch.ring, keys, with_negatives=has_negative_columns, with_queries=query_columns)
+    places = batch.places(torch.cat((batch.query, batch.positive, batch.negative))[occurrence])
     return Candidates(
-        index=torch.cat((batch.query, batch.positive, batch.negative))[occurrence],
+        index=places,
         occurrence=occurrence,
-        # `own` counts rows of the global batch; the table may begin at another row (negatives_from: own_rank).
+        # `own` counts rows of the global batch; the table may begin at another row.
         queries=_shifted(own, queries.start - query_rows.start),
-        positives=_shifted(own, num_negatives - rows.start),
-        score_blocks=tuple(
-            score_block for score_block in score_blocks if score_block.columns.stop > score_block.columns.start
-        ),
+        positives=_shifted(own, negatives.numel() - rows.start),
+        score_blocks=keys.score_blocks(rows, negatives),
         explicit=tuple(explicit),
+        foreign=foreign,
     )
 
 
+def _foreign_columns(ring: RingParts, keys: _Keys, *, with_negatives: bool, with_queries: bool) -> ForeignColumns:
+    negatives = ring.negatives if with_negatives else tuple(one[:0] for one in ring.negatives)
+    roles = 2 if with_queries else 1
+    return ForeignColumns(
+        ring=ring.ring,
+        counts=tuple(
+            some.numel() + roles * (rows.stop - rows.start) for rows, some in zip(ring.rows, negatives, strict=True)
+        ),
+        # Kept from the first pass for the second: keys of all columns, which are integers.
+        score_blocks=cache(lambda rank: keys.score_blocks(ring.rows[rank], negatives[rank])),
+    )
+
+
+def numbers_of(some: slice, batch: LossBatch) -> Tensor:
+    """Return the numbers of a range, on the batch's device."""
+    return torch.arange(some.start, some.stop, device=batch.query.device)
+
+
 def occurrences_of(
-    batch: LossBatch, negatives: slice, positives: slice, queries: slice, more_negatives: Tensor
+    batch: LossBatch, negatives: Tensor, positives: slice, queries: slice, more_negatives: Tensor
 ) -> Tensor:
     """Numbers of occurrences: queries count from 0, positives from R, hard negatives from 2 R."""
     count = batch.num_rows
-    numbers = torch.arange(2 * count + batch.negative.numel(), device=batch.query.device)
+    numbers = torch.arange(2 * count, device=batch.query.device)
     return torch.cat(
         (
-            numbers[2 * count :][negatives],
+            2 * count + negatives,
             numbers[count : 2 * count][positives],
             numbers[:count][queries],
             2 * count + more_negatives,
@@ -158,15 +190,16 @@ def occurrences_of(
 
 
 def explicit_negatives(
-    batch: LossBatch, rows: slice, negatives: slice, *, mask_duplicates: bool
+    batch: LossBatch, rows: slice, negatives: Tensor, *, mask_duplicates: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return rows [P] and hard negatives [P]: each row of the range with each of its example's hard negatives.
+    """Return rows [P] and hard negatives [P]: each row of the range with each of its example's hard negatives, of those
+    whose numbers are given.
 
     Rows count from the range's start, ascending. With `mask_duplicates`, pairs are dropped whose negative has the
     content of the row's query or of one of its example's positives.
     """
     row, negative = join_equal(batch.example[rows], batch.negative_example[negatives])
-    negative = negative + negatives.start
+    negative = negatives[negative]
     if mask_duplicates and row.numel():
         sets = _content_sets(batch)[rows][row]
         content = batch.content[negative_parts(batch)[negative]]
@@ -183,49 +216,61 @@ def negative_parts(batch: LossBatch) -> Tensor:
 
 
 class _Keys:
-    """Builder of the exclusion masks.
+    """Builder of the score blocks with their exclusion masks, for the own rows against any range of columns.
 
     With `mask_duplicates` keys are contents. Otherwise keys are example ids: a row leaves out only the query and
     positives of its own example.
     """
 
-    def __init__(self, batch: LossBatch, by_content: bool, own: slice, rows: slice, negatives: slice) -> None:
-        self.by_content = by_content
-        if by_content:
+    def __init__(self, batch: LossBatch, config: TrainConfig, own: slice, *, both_directions: bool) -> None:
+        self.config = config
+        self.both_directions = both_directions
+        self.by_content = config.mask_duplicates
+        if self.by_content:
             content = torch.unique(batch.content, return_inverse=True)[1].to(torch.int32)
-            sets = _content_sets(batch)
-            self.own_sets, self.sets = sets[own], sets[rows]
-            self.own_query, self.own_positive = content[batch.query[own]], content[batch.positive[own]]
-            self.query, positive = content[batch.query[rows]], content[batch.positive[rows]]
-            negative = content[negative_parts(batch)[negatives]]
+            self.sets = _content_sets(batch)
+            self.query, self.positive = content[batch.query], content[batch.positive]
+            self.negative = content[negative_parts(batch)]
         else:
             example = torch.unique(batch.example, return_inverse=True)[1].to(torch.int32)
-            self.own_sets, self.query = example[own, None], example[rows]
-            positive = example[rows]
+            self.sets, self.query, self.positive = example[:, None], example, example
             # Hard negatives have no key: without mask_duplicates none of them is ever left out.
-            negative = torch.full_like(batch.negative[negatives, None], NO_KEY_COLUMN, dtype=torch.int32)
-        self.document = torch.cat((negative, positive[:, None].expand(-1, negative.shape[1])))
+            self.negative = torch.full_like(batch.negative[:, None], NO_KEY_COLUMN, dtype=torch.int32)
+        self.own_sets, self.own_query, self.own_positive = self.sets[own], self.query[own], self.positive[own]
 
-    def documents(self) -> tuple[ExclusionMask, ...]:
-        """Return masks that exclude documents with the content of the row's query or of one of its positives."""
-        return (ExclusionMask(self.own_sets, self.document),)
+    def score_blocks(self, rows: slice, negatives: Tensor) -> tuple[ScoreBlock, ...]:
+        """Return the score blocks against [negatives, positives, queries]: the hard negatives of these numbers, then
+        the positives and queries of these rows. Empty ones are left out."""
+        num_rows = rows.stop - rows.start
+        documents = slice(0, negatives.numel() + num_rows)
+        queries = slice(documents.stop, documents.stop + num_rows)
+        negative, positive = self.negative[negatives], self.positive[rows]
+        document = torch.cat((negative, positive[:, None].expand(-1, negative.shape[1])))
+        # Documents, or queries, with the content of the row's query or of one of its positives are left out.
+        of_documents = (ExclusionMask(self.own_sets, document),)
+        of_queries = (ExclusionMask(self.own_sets, self.query[rows, None]),)
+        found = [ScoreBlock("query", documents, of_documents, FORWARD)]
+        if self.config.query_query_negatives:
+            found.append(ScoreBlock("query", queries, of_queries, FORWARD))
+        if self.config.document_document_negatives:
+            found.append(ScoreBlock("positive", documents, of_documents, FORWARD))
+        if self.both_directions:
+            found.append(ScoreBlock("positive", queries, self._queries_of_documents(rows, of_queries), REVERSE))
+        return tuple(one for one in found if one.columns.stop > one.columns.start)
 
-    def queries(self) -> tuple[ExclusionMask, ...]:
-        """Return masks that exclude queries with the content of the row's query or of one of its positives."""
-        return (ExclusionMask(self.own_sets, self.query[:, None]),)
-
-    def queries_of_documents(self) -> tuple[ExclusionMask, ...]:
+    def _queries_of_documents(self, rows: slice, of_queries: tuple[ExclusionMask, ...]) -> tuple[ExclusionMask, ...]:
         """Return masks for the reverse direction.
 
         They exclude queries of examples with the row's positive (as positive or query), and queries with the
         content of the row's own query.
         """
         if not self.by_content:
-            return self.queries()
+            return of_queries
         # The sets serve as columns here, so their fill value must become that of columns.
-        columns = self.sets.where(self.sets != NO_KEY_ROW, NO_KEY_COLUMN)
+        sets = self.sets[rows]
+        columns = sets.where(sets != NO_KEY_ROW, NO_KEY_COLUMN)
         return ExclusionMask(self.own_positive[:, None], columns), ExclusionMask(
-            self.own_query[:, None], self.query[:, None]
+            self.own_query[:, None], self.query[rows, None]
         )
 
 

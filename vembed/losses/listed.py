@@ -17,7 +17,7 @@ from vembed.config.schema import TrainConfig
 from vembed.config.terms import SCORES, followed_teacher
 from vembed.errors import UserError
 from vembed.losses.batch import LossBatch
-from vembed.losses.candidates import explicit_negatives, join_equal
+from vembed.losses.candidates import explicit_negatives, join_equal, numbers_of
 from vembed.losses.matryoshka import Similarity, arithmetic_dtype
 from vembed.losses.pairs import pair_scores
 from vembed.losses.targets import TeacherScores, Teaching
@@ -66,15 +66,15 @@ class ListedLoss(TemperedLoss):
 
     def rows(self, batch: LossBatch, similarity: Similarity) -> Entries:
         """A group for each own row: its own pair, then the hard negatives of its example."""
-        own, everywhere = batch.own(), slice(0, batch.negative.numel())
+        own, everywhere = batch.own(), numbers_of(slice(0, batch.negative.numel()), batch)
         row, negative = explicit_negatives(batch, own, everywhere, mask_duplicates=self.config.mask_duplicates)
         teaching = self.scored_teaching(batch)
         left = torch.cat((batch.query[own], batch.query[own][row]))
         right = torch.cat((batch.positive[own], batch.negative[negative]))
-        targets = torch.cat((teaching.own_scores()[own], teaching.negative_scores(row + own.start, negative)))
+        targets = torch.cat((teaching.own_scores(own), teaching.negative_scores(row + own.start, negative)))
         return Entries(
             group=torch.cat((torch.arange(batch.num_own_rows, device=row.device), row)),
-            scores=pair_scores(batch.embeddings, left, right, similarity),
+            scores=pair_scores(batch.embeddings, batch.places(left), batch.places(right), similarity),
             targets=targets.to(batch.embeddings.device, arithmetic_dtype(batch.embeddings)),
             num_groups=batch.num_own_rows,
         )
@@ -125,7 +125,7 @@ class MarginError(ListedLoss):
 
     def forward(self, batch: LossBatch) -> Tensor:
         """Return the own rows' part of L."""
-        everywhere = slice(0, batch.num_rows), slice(0, batch.negative.numel())
+        everywhere = slice(0, batch.num_rows), numbers_of(slice(0, batch.negative.numel()), batch)
         num_pairs = explicit_negatives(batch, *everywhere, mask_duplicates=self.config.mask_duplicates)[0].numel()
         similarity = self.similarity_for(batch.embeddings)
         entries = self.rows(batch, similarity)
@@ -145,7 +145,7 @@ class GradedLoss(ListedLoss):
         every_row, negative = explicit_negatives(
             batch,
             slice(0, batch.num_rows),
-            slice(0, batch.negative.numel()),
+            numbers_of(slice(0, batch.negative.numel()), batch),
             mask_duplicates=self.config.mask_duplicates,
         )
         of_first = first[number[every_row]] == every_row
@@ -154,7 +154,7 @@ class GradedLoss(ListedLoss):
         group = torch.cat((number, number[every_row]))
         query = torch.cat((batch.query, batch.query[every_row]))
         document = torch.cat((batch.positive, batch.negative[negative]))
-        targets = torch.cat((teaching.own_scores(), teaching.negative_scores(every_row, negative)))
+        targets = torch.cat((teaching.own_scores(slice(None)), teaching.negative_scores(every_row, negative)))
         if similarity is None:
             return Entries(group, targets.new_empty(0, group.numel()), targets, first.numel())
         own = batch.own()

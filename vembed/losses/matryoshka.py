@@ -67,6 +67,7 @@ class PrefixTable:
         self.embeddings = embeddings
         self.index = index
         self.similarity = similarity
+        self.with_gradient = with_gradient
         num, num_smaller = index.numel(), len(similarity.dims) - 1
         dtype = arithmetic_dtype(embeddings)
         self.x = embeddings.new_empty(num, similarity.dims[-1], dtype=dtype)

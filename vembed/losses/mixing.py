@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vembed.config.schema import TrainConfig
 from vembed.losses.batch import LossBatch
+from vembed.losses.exchange import RingParts
 from vembed.losses.matryoshka import arithmetic_dtype
 from vembed.losses.targets import TeacherVectors
 
@@ -76,24 +77,51 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def with_mixtures(batch: LossBatch, config: TrainConfig) -> LossBatch:
-    """Return the batch with the mixed negatives behind its own. `own_negatives` stay those of the data."""
+    """Return the batch with the mixed negatives behind its own. `own_negatives` stay those of the data.
+
+    In a ring each rank mixes for its own examples; the draws and the numbers are those of all.
+    """
     drawn = draw_mixtures(batch, config.seed, config.mix_negatives)
     left, right = batch.negative[drawn.left], batch.negative[drawn.right]
+    here = slice(0, left.numel()) if batch.ring is None else _range_of(drawn, batch.own_hard_negatives())
     embeddings = batch.embeddings.to(arithmetic_dtype(batch.embeddings))
     cosine = config.similarity == "cosine"
-    mixed = _mixed(embeddings[left], embeddings[right], drawn.share, unit=cosine)
-    num, num_mixed = batch.embeddings.shape[0], left.numel()
+    one, other = (embeddings[batch.places(numbers[here])] for numbers in (left, right))
+    mixed = _mixed(one, other, drawn.share[here], unit=cosine)
+    num = batch.embeddings.shape[0] if batch.ring is None else batch.ring.num_inputs
     return replace(
         batch,
         embeddings=torch.cat((embeddings, mixed)),
         content=torch.cat((batch.content, batch.content[left])),
-        negative=torch.cat((batch.negative, torch.arange(num, num + num_mixed, device=left.device))),
+        negative=torch.cat((batch.negative, torch.arange(num, num + left.numel(), device=left.device))),
         negative_example=torch.cat((batch.negative_example, drawn.example)),
         negative_parts=torch.cat((batch.negative[:, None].expand(-1, 2), torch.stack((left, right), dim=1))),
         teachers={
-            name: _with_mixed_vectors(one, drawn) if isinstance(one, TeacherVectors) else one
+            name: _with_mixed_vectors(one, drawn, here) if isinstance(one, TeacherVectors) else one
             for name, one in batch.teachers.items()
         },
+        ring=None if batch.ring is None else _with_numbers(batch, batch.ring, drawn, here),
+    )
+
+
+def _range_of(drawn: Mixtures, negatives: slice) -> slice:
+    """Return the mixtures of a range of hard negatives. They are in the order of the negatives' examples."""
+    first, last = (int((drawn.left < bound).sum()) for bound in (negatives.start, negatives.stop))
+    return slice(first, last)
+
+
+def _with_numbers(batch: LossBatch, ring: RingParts, drawn: Mixtures, here: slice) -> RingParts:
+    """Count each rank's mixtures among its hard negatives."""
+    num = batch.negative.numel()
+    mixtures, start = [], 0
+    for negatives in ring.negatives:
+        some = _range_of(drawn, slice(start, start + negatives.numel()))
+        mixtures.append(torch.arange(num + some.start, num + some.stop, device=negatives.device))
+        start += negatives.numel()
+    return replace(
+        ring,
+        negatives=tuple(torch.cat(both) for both in zip(ring.negatives, mixtures, strict=True)),
+        first_mixture=ring.num_inputs + here.start - batch.embeddings.shape[0],
     )
 
 
@@ -105,12 +133,13 @@ def _mixed(left: Tensor, right: Tensor, share: Tensor, *, unit: bool) -> Tensor:
     return weight * left + (1 - weight) * right
 
 
-def _with_mixed_vectors(teacher: TeacherVectors, drawn: Mixtures) -> TeacherVectors:
+def _with_mixed_vectors(teacher: TeacherVectors, drawn: Mixtures, here: slice) -> TeacherVectors:
     """A teacher's vector of a mixture is the same mixture of its vectors, brought to length 1."""
-    left, right = (teacher.vectors[teacher.negative[one]] for one in (drawn.left, drawn.right))
-    vectors = F.normalize(_mixed(left, right, drawn.share, unit=True), dim=1).to(teacher.vectors.dtype)
-    num = teacher.vectors.shape[0]
-    numbers = torch.arange(num, num + len(vectors), device=teacher.negative.device)
+    left, right = (teacher.vectors[teacher.places(teacher.negative[one[here]])] for one in (drawn.left, drawn.right))
+    vectors = F.normalize(_mixed(left, right, drawn.share[here], unit=True), dim=1).to(teacher.vectors.dtype)
+    # The first of the mixtures here follows the last of the vectors; what lies before and after is of other ranks.
+    first = teacher.first + teacher.vectors.shape[0] - here.start
+    numbers = torch.arange(first, first + drawn.left.numel(), device=teacher.negative.device)
     return replace(
         teacher, vectors=torch.cat((teacher.vectors, vectors)), negative=torch.cat((teacher.negative, numbers))
     )

@@ -71,8 +71,8 @@ class Anchor(ScoredLoss):
 def _part(batch: LossBatch, teacher: TeacherVectors, projection: Tensor, similarity: Similarity) -> Tensor:
     """Return the own occurrences' part of the mean distance."""
     own, negatives = batch.own(), batch.own_hard_negatives()
-    index = torch.cat((batch.query[own], batch.positive[own], batch.negative[negatives]))
-    wanted = torch.cat((teacher.query[own], teacher.positive[own], teacher.negative[negatives]))
+    index = batch.places(torch.cat((batch.query[own], batch.positive[own], batch.negative[negatives])))
+    wanted = teacher.places(torch.cat((teacher.query[own], teacher.positive[own], teacher.negative[negatives])))
     num = 2 * batch.num_rows + batch.negative.numel()
     vectors = teacher.vectors.to(batch.embeddings.device, projection.dtype)
     losses: Tensor = _Distances.apply(  # type: ignore[no-untyped-call]

@@ -53,6 +53,7 @@ class CosineRegression(ScoredLoss):
                 f"loss: cosine compares similarities with unscaled scores, and the data have scores from "
                 f"{float(explicit.min()):g} to {float(explicit.max()):g}: scale them into [-1, 1], or use loss: cosent."
             )
-        scores = pair_scores(batch.embeddings, batch.query[own], batch.positive[own], similarity)
+        left, right = batch.places(batch.query[own]), batch.places(batch.positive[own])
+        scores = pair_scores(batch.embeddings, left, right, similarity)
         errors = (scores - explicit).square().sum(1)
         return similarity.total(errors) / max(1, batch.num_rows)

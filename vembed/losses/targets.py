@@ -15,27 +15,35 @@ class TeacherVectors:
     """A teacher's vectors for the inputs of one global batch. The teacher's score of a pair is their dot product."""
 
     vectors: Tensor
-    """[V, E] float32 or float64, of length 1; a row of zeros stands for an input that the teacher does not know."""
+    """[V, E] float32 or float64, of length 1; a row of zeros stands for an input that the teacher does not know. In a
+    ring those of this rank's inputs alone."""
     query: Tensor
     """[R] index of each row's query in `vectors`."""
     positive: Tensor
     """[R] index of each row's positive."""
     negative: Tensor
     """[H] index of each hard negative."""
+    first: int = 0
+    """The index of the first of `vectors`: in a ring indices count over all ranks."""
+
+    def places(self, index: Tensor) -> Tensor:
+        """Return where in `vectors` the vectors of these indices are."""
+        return index - self.first if self.first else index
 
     def occurrences(self) -> Tensor:
         """[2 R + H] index of every occurrence: queries, positives, hard negatives."""
         return torch.cat((self.query, self.positive, self.negative))
 
-    def own_scores(self) -> Tensor:
-        """[R] score of each row's own pair."""
-        return self._products(self.query, self.positive)
+    def own_scores(self, rows: slice) -> Tensor:
+        """Scores of the own pairs of a range of rows."""
+        return self._products(self.query[rows], self.positive[rows])
 
     def negative_scores(self, row: Tensor, negative: Tensor) -> Tensor:
         """[P] scores of the rows' queries with hard negatives."""
         return self._products(self.query[row], self.negative[negative])
 
     def _products(self, left: Tensor, right: Tensor) -> Tensor:
+        left, right = self.places(left), self.places(right)
         scores = self.vectors.new_empty(left.numel())
         for start in range(0, left.numel(), PAIRS_AT_ONCE):
             some = slice(start, start + PAIRS_AT_ONCE)
@@ -52,9 +60,9 @@ class TeacherScores:
     negative: Tensor
     """[H] score with the query of the example that brought the negative."""
 
-    def own_scores(self) -> Tensor:
-        """[R] score of each row's own pair."""
-        return self.positive
+    def own_scores(self, rows: slice) -> Tensor:
+        """Scores of the own pairs of a range of rows."""
+        return self.positive[rows]
 
     def negative_scores(self, _row: Tensor, negative: Tensor) -> Tensor:
         """[P] scores of the rows' queries with hard negatives."""

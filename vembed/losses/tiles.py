@@ -4,11 +4,14 @@ For one block of own rows the scores against all columns are kept, at every Matr
 rows' sums are then complete, and the gradient is computed from the same scores at once. The total is three matrix
 products (scores, gradient of the rows, gradient of the columns), as with the full matrix, and no score is computed
 twice. The forward pass computes the gradient; `backward` only multiplies it by the incoming gradient.
+
+In a ring the columns of other ranks come block by block, and a row's sum is complete after the last. All own rows then
+meet every block twice, and scores are computed twice, in tiles that nothing keeps: O(tile) memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vembed.losses.candidates import Anchor, Candidates, ExplicitPairs, ScoreBlock
+from vembed.losses.columns import Columns, HomeColumns, TeacherTable, foreign_columns
 from vembed.losses.matryoshka import PrefixTable, Similarity, arithmetic_dtype
 from vembed.losses.rows import LEFT_OUT, RowLoss
 from vembed.losses.targets import Guide, TeacherVectors
@@ -40,6 +44,11 @@ class Tiling:
         # temporary of rows * columns values. At least 16 each, or a huge batch would degrade to vector products.
         rows = min(most_rows, max(16, block * MEBIBYTE // (size * max(1, scores_per_row))))
         return cls(rows, max(16, tile * MEBIBYTE // (size * rows)))
+
+    @classmethod
+    def for_ring(cls, embeddings: Tensor) -> Tiling:
+        """Return tiles that are not kept: of 1 MiB on a CPU, which stay in its cache, and of 128 MiB elsewhere."""
+        return cls(512, 512) if embeddings.device.type == "cpu" else cls(4096, 8192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +110,11 @@ class _TiledLoss(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Columns of a score block from start to stop, with a buffer for the logits of all sizes."""
+    """Some columns of a score block, with a buffer for the logits of all sizes."""
 
     score_block: ScoreBlock
     columns: slice
-    """Positions in the table."""
+    """Positions among the columns that are here."""
     within: slice
     """The same columns, counted from the score block's first column."""
     logits: Tensor
@@ -131,20 +140,26 @@ class _Explicit:
     """[P] the teacher's scores."""
 
 
-class _TeacherTable:
-    """A teacher's vectors by the positions of the candidates' table."""
+@dataclass(frozen=True, slots=True)
+class _RowBlock:
+    """A block of own rows, with the state of its losses."""
 
-    def __init__(self, vectors: TeacherVectors, occurrence: Tensor, like: Tensor) -> None:
-        self.vectors = vectors.vectors.to(like.device, like.dtype)
-        self.index = vectors.occurrences()[occurrence]
+    rows: slice
+    own: tuple[slice, slice]
+    """Positions of the rows' queries and positives."""
+    own_scores: Tensor
+    """[K, n]"""
+    losses: list[list[RowLoss]]
+    """By size and direction."""
+    ceilings: Tensor | None
+    """[K, n] logits above which candidates are left out."""
+    guide_ceilings: Tensor | None
+    """[n] the same of the guide's scores."""
+    explicit: list[_Explicit]
 
-    def rows(self, positions: slice | Tensor) -> Tensor:
-        """[n, E] vectors."""
-        return self.vectors[self.index[positions]]
-
-    def pair_scores(self, left: slice | Tensor, right: slice | Tensor) -> Tensor:
-        """[n] scores of pairs."""
-        return (self.rows(left) * self.rows(right)).sum(1)
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows.stop - self.rows.start)
 
 
 class _Blocks:
@@ -165,51 +180,108 @@ class _Blocks:
             score_block.columns.stop - score_block.columns.start for score_block in candidates.score_blocks
         )
         self.guide, self.teacher = (
-            None if one is None else _TeacherTable(one, candidates.occurrence, self.table.x)
+            None if one is None else TeacherTable.of_occurrences(one, candidates.occurrence, self.table.x)
             for one in (scoring.guide.vectors if scoring.guide else None, scoring.teacher)
         )
         self.num_matrices = self.num_sizes + (self.teacher is not None)
-        self.tiling = scoring.tiling or Tiling.for_scores(self.num_columns * self.num_matrices, embeddings)
+        self.foreign = candidates.foreign
+        if self.foreign is None:
+            tiling = Tiling.for_scores(self.num_columns * self.num_matrices, embeddings)
+        else:
+            tiling = Tiling.for_ring(embeddings)
+        self.tiling = scoring.tiling or tiling
         self.loss, self.d_scale, self.d_bias = (self.table.x.new_zeros(()) for _ in range(3))
 
     def run(self) -> None:
         """Accumulate `loss`, and with gradients also `d_scale`, `d_bias` and the table's gradient."""
         num_rows = self.candidates.num_own_rows
         block = min(self.tiling.rows, num_rows)
-        tile = min(self.tiling.columns, max(1, self.num_columns))
-        # Buffers are allocated once and reused by every block. Without gradients no logits are read again, so all tiles
-        # share the buffer of one tile.
-        room = block * (self.num_columns if self.with_gradient else tile) * self.num_matrices
+        keeps = self.foreign is None and self.with_gradient
+        most = self.tiling.columns if self.foreign else min(self.tiling.columns, max(1, self.num_columns))
+        # Buffers are allocated once and reused by every block. Where no logits are read again, all tiles share the
+        # buffer of one tile.
+        room = block * (self.num_columns if keeps else most) * self.num_matrices
         self.logits_room = self.table.x.new_empty(room)
-        self.scratch_room = self.table.x.new_empty(2, block * tile)
-        for start in range(0, num_rows, max(1, block)):
-            self._block(slice(start, min(start + block, num_rows)))
+        self.scratch_room = self.table.x.new_empty(2, block * most)
+        home = Columns.of_table(self.table, self.candidates.score_blocks, self.guide, self.teacher)
+        slices = [slice(start, min(start + block, num_rows)) for start in range(0, num_rows, max(1, block))]
+        if self.foreign is None:
+            for rows in slices:
+                self._block(rows, home)
+        else:
+            self._ring([self._begin(rows) for rows in slices], home)
+
+    def _block(self, rows: slice, columns: Columns) -> None:
+        """Score one block of rows against all columns, and differentiate the same scores."""
+        block = self._begin(rows)
+        # Every tile's logits go into the row sums. They must be complete before any derivative is known.
+        tiles = list(self._scored_tiles(block, columns, keep=self.with_gradient))
+        self._finish(block)
+        if self.with_gradient:
+            self._differentiate(block, columns, tiles)
+
+    def _ring(self, blocks: list[_RowBlock], home: Columns) -> None:
+        """Score all blocks of rows against the own columns and those that come round; then the same with gradients."""
+        assert self.foreign is not None
+        own = HomeColumns(self.table, self.foreign.counts, self.guide, self.teacher)
+        for columns in self._rounds(home, own, with_gradient=False):
+            for block in blocks:
+                for _ in self._scored_tiles(block, columns, keep=False):
+                    pass
+        for block in blocks:
+            self._finish(block)
+        if self.with_gradient:
+            for columns in self._rounds(home, own, with_gradient=True):
+                for block in blocks:
+                    self._differentiate(block, columns, self._scored_tiles(block, columns, keep=False, counts=False))
+
+    def _rounds(self, home: Columns, own: HomeColumns, *, with_gradient: bool) -> Iterator[Columns]:
+        assert self.foreign is not None
+        yield home
+        for visit in self.foreign.ring.visits(own, with_gradient=with_gradient):
+            yield foreign_columns(visit, own, self.foreign.score_blocks(visit.owner))
 
     def _positions(self, anchor: Anchor, rows: slice) -> slice:
         first = self.candidates.anchors(anchor).start
         return slice(first + rows.start, first + rows.stop)
 
-    def _tiles(self, num_rows: int) -> Iterator[_Tile]:
-        # Tiles are consecutive parts of one buffer. A last, smaller block uses views of the beginning.
+    def _tiles(self, num_rows: int, columns: Columns, *, keep: bool) -> Iterator[_Tile]:
+        # Kept tiles are consecutive parts of one buffer. A last, smaller block uses views of the beginning.
         offset = 0
-        for score_block in self.candidates.score_blocks:
-            for start in range(score_block.columns.start, score_block.columns.stop, self.tiling.columns):
-                stop = min(start + self.tiling.columns, score_block.columns.stop)
+        here = slice(columns.first, columns.first + columns.x.shape[0])
+        for score_block in columns.score_blocks:
+            first, last = max(score_block.columns.start, here.start), min(score_block.columns.stop, here.stop)
+            for start in range(first, last, self.tiling.columns):
+                stop = min(start + self.tiling.columns, last)
                 size = self.num_matrices * num_rows * (stop - start)
                 room = self.logits_room[offset : offset + size].view(self.num_matrices, num_rows, stop - start)
                 within = slice(start - score_block.columns.start, stop - score_block.columns.start)
                 target = None if self.teacher is None else room[-1]
-                yield _Tile(score_block, slice(start, stop), within, room[: self.num_sizes], target)
-                offset += size if self.with_gradient else 0
+                positions = slice(start - here.start, stop - here.start)
+                yield _Tile(score_block, positions, within, room[: self.num_sizes], target)
+                offset += size if keep else 0
+
+    def _scored_tiles(self, block: _RowBlock, columns: Columns, *, keep: bool, counts: bool = True) -> Iterator[_Tile]:
+        """Yield the tiles of a block of rows with their logits, which hold until the next tile unless they are kept.
+        `counts`: add them to the row losses."""
+        scaled = self._scaled_anchors(block, columns)
+        for tile in self._tiles(block.num_rows, columns, keep=keep):
+            self._score(tile, block, columns, scaled[tile.score_block.anchor], counts=counts)
+            yield tile
 
     def _scratch(self, number: int, like: Tensor) -> Tensor:
         return self.scratch_room[number, : like.numel()].view_as(like)
 
-    def _block(self, rows: slice) -> None:
-        table, num_rows = self.table, rows.stop - rows.start
+    def _scaled_anchors(self, block: _RowBlock, columns: Columns) -> dict[Anchor, Tensor]:
+        # Scale the n anchors [n, d] rather than the n * N scores.
+        anchors = dict.fromkeys(score_block.anchor for score_block in columns.score_blocks)
+        return {anchor: self.table.x[self._positions(anchor, block.rows)] * self.scale for anchor in anchors}
+
+    def _begin(self, rows: slice) -> _RowBlock:
+        """Start the losses of a block with its own pairs and explicit pairs."""
         own = self._positions("query", rows), self._positions("positive", rows)
         # The own pairs first: they start the online softmax and define the margin's ceiling. [K, n]
-        own_scores = table.pair_scores(*own)
+        own_scores = self.table.pair_scores(*own)
         own_logits = own_scores * self.scale
         targets = None if self.teacher is None else self.teacher.pair_scores(*own)
         losses = [
@@ -220,44 +292,39 @@ class _Blocks:
         guide_ceilings = None
         if self.guide is not None and self.scoring.guide is not None:
             guide_ceilings = self.scoring.guide.ceilings(self.guide.pair_scores(*own))
-        # Scale the n anchors [n, d] rather than the n * N scores.
-        scaled = {anchor: table.x[self._positions(anchor, rows)] * self.scale for anchor in self._anchors()}
-
         explicit = [self._explicit(pairs, rows, ceilings, guide_ceilings) for pairs in self.candidates.explicit]
         for one in explicit:
             for k in range(self.num_sizes):
                 losses[k][one.pairs.direction].add_explicit(one.scores[k] * self.scale, one.row, one.target)
-        # First pass: every tile's logits go into the row sums. They must be complete before any derivative is known.
-        tiles = []
-        for tile in self._tiles(num_rows):
-            left_out = self._left_out(tile, rows, guide_ceilings)
-            self._score(tile, rows, scaled[tile.score_block.anchor], ceilings, left_out, losses)
-            tiles.append(tile)
+        return _RowBlock(rows, own, own_scores, losses, ceilings, guide_ceilings, explicit)
+
+    def _finish(self, block: _RowBlock) -> None:
+        """Count the losses of a block whose sums are complete, and differentiate its own and explicit pairs."""
+        losses = block.losses
         self.loss += _sum([loss.total() for by_direction in losses for loss in by_direction])
         if not self.with_gradient:
             return
-
-        # Second pass: gradients with respect to the logits, of own pairs, explicit pairs and tiles.
         d_own = torch.stack([_sum([loss.grad_of_positive_logit() for loss in by_direction]) for by_direction in losses])
-        self._take_in_pairs(*own, own_scores, d_own)
-        for one in explicit:
+        self._take_in_pairs(*block.own, block.own_scores, d_own)
+        for one in block.explicit:
             weights = [
                 by_direction[one.pairs.direction].grad_of_explicit_logits(score * self.scale, one.row, one.target)
                 for by_direction, score in zip(losses, one.scores, strict=True)
             ]
             self._take_in_pairs(one.anchor, one.position, one.scores, torch.stack(weights))
+
+    def _differentiate(self, block: _RowBlock, columns: Columns, tiles: Iterable[_Tile]) -> None:
+        """Add the gradients of the tiles with respect to the block's rows and to the columns."""
+        scaled = self._scaled_anchors(block, columns)
         d_scaled = {anchor: torch.zeros_like(x) for anchor, x in scaled.items()}
         for tile in tiles:
-            self._differentiate(tile, rows, scaled[tile.score_block.anchor], d_scaled[tile.score_block.anchor], losses)
+            anchor = tile.score_block.anchor
+            self._differentiate_tile(tile, block, columns, scaled[anchor], d_scaled[anchor])
         for anchor, d_x in d_scaled.items():
-            positions = self._positions(anchor, rows)
+            positions = self._positions(anchor, block.rows)
             # logits = scale * (x . column): d_x * x summed is dL/d(scale), and d_x * scale is dL/dx.
-            self.d_scale += (d_x * table.x[positions]).sum()
-            table.dx[positions] += d_x.mul_(self.scale)
-
-    def _anchors(self) -> list[Anchor]:
-        # A list, not a set: the order of a set may differ between runs, and the rounding of sums with it.
-        return list(dict.fromkeys(score_block.anchor for score_block in self.candidates.score_blocks))
+            self.d_scale += (d_x * self.table.x[positions]).sum()
+            self.table.dx[positions] += d_x.mul_(self.scale)
 
     def _ceilings(self, own_scores: Tensor) -> Tensor | None:
         """Return [K, n], the logits above which candidates are left out, with a tolerance for rounding; or None."""
@@ -281,56 +348,50 @@ class _Blocks:
         target = None if self.teacher is None else self.teacher.pair_scores(anchor, position)
         return _Explicit(pairs, scores, row, anchor, position, target)
 
-    def _left_out(self, tile: _Tile, rows: slice, guide_ceilings: Tensor | None) -> list[Tensor]:
+    def _left_out(self, tile: _Tile, block: _RowBlock, columns: Columns) -> list[Tensor]:
         """Masks [n, t] of what no size counts; and the teacher's scores of the tile, where they are asked for."""
-        masks = [rule.mask(rows, tile.within) for rule in tile.score_block.exclusion_masks]
-        anchors = self._positions(tile.score_block.anchor, rows)
-        if self.guide is not None and guide_ceilings is not None:
+        masks = [rule.mask(block.rows, tile.within) for rule in tile.score_block.exclusion_masks]
+        anchors = self._positions(tile.score_block.anchor, block.rows)
+        if self.guide is not None and columns.guide is not None and block.guide_ceilings is not None:
             found = self._scratch(0, tile.logits[0])
-            torch.mm(self.guide.rows(anchors), self.guide.rows(tile.columns).T, out=found)
-            masks.append(found > guide_ceilings[:, None])
-        if self.teacher is not None and tile.target is not None:
-            torch.mm(self.teacher.rows(anchors), self.teacher.rows(tile.columns).T, out=tile.target)
+            torch.mm(self.guide.rows(anchors), columns.guide.rows(tile.columns).T, out=found)
+            masks.append(found > block.guide_ceilings[:, None])
+        if self.teacher is not None and columns.teacher is not None and tile.target is not None:
+            torch.mm(self.teacher.rows(anchors), columns.teacher.rows(tile.columns).T, out=tile.target)
         return masks
 
-    def _score(
-        self,
-        tile: _Tile,
-        rows: slice,
-        scaled: Tensor,
-        ceilings: Tensor | None,
-        left_out: list[Tensor],
-        losses: list[list[RowLoss]],
-    ) -> None:
+    def _score(self, tile: _Tile, block: _RowBlock, columns: Columns, scaled: Tensor, *, counts: bool) -> None:
         """Compute a tile's logits, from the smallest size to the largest, and add them to the row losses."""
+        left_out = self._left_out(tile, block, columns)
         # The last size's buffer accumulates the raw products: each size costs its additional coordinates only. Masks
         # are written after that size's copy was taken; at the last size no product follows that they could spoil.
-        columns, products = self.table.x[tile.columns], tile.logits[-1]
+        x, products = columns.x[tile.columns], tile.logits[-1]
         for k, part in enumerate(self.scoring.similarity.parts):
             logits = tile.logits[k]
             if k == 0:
-                torch.mm(scaled[:, part], columns[:, part].T, out=products)
+                torch.mm(scaled[:, part], x[:, part].T, out=products)
             else:
-                products.addmm_(scaled[:, part], columns[:, part].T)
+                products.addmm_(scaled[:, part], x[:, part].T)
             if k < self.num_sizes - 1:
-                self._with_prefix_scales(products, k, tile, rows, logits)
+                self._with_prefix_scales(products, k, tile, block.rows, columns, logits)
             for mask in left_out:
                 logits.masked_fill_(mask, LEFT_OUT)
-            if ceilings is not None:
-                logits.masked_fill_(logits > ceilings[k, :, None], LEFT_OUT)
-            losses[k][tile.score_block.direction].add(logits, self._scratch(0, logits), tile.target)
+            if block.ceilings is not None:
+                logits.masked_fill_(logits > block.ceilings[k, :, None], LEFT_OUT)
+            if counts:
+                block.losses[k][tile.score_block.direction].add(logits, self._scratch(0, logits), tile.target)
 
-    def _with_prefix_scales(self, source: Tensor, k: int, tile: _Tile, rows: slice, out: Tensor) -> Tensor:
+    def _with_prefix_scales(
+        self, source: Tensor, k: int, tile: _Tile, rows: slice, columns: Columns, out: Tensor
+    ) -> Tensor:
         """Multiply `source` by the prefix scales of rows and columns at size k and write the result to `out`."""
-        if self.table.prefix_scales is None:
+        if self.table.prefix_scales is None or columns.prefix_scales is None:
             return out.copy_(source)
-        prefix_scales = self.table.prefix_scales[k]
-        return torch.mul(source, prefix_scales[tile.columns], out=out).mul_(
-            prefix_scales[self._positions(tile.score_block.anchor, rows), None]
-        )
+        own = self.table.prefix_scales[k, self._positions(tile.score_block.anchor, rows), None]
+        return torch.mul(source, columns.prefix_scales[k, tile.columns], out=out).mul_(own)
 
-    def _differentiate(
-        self, tile: _Tile, rows: slice, scaled: Tensor, d_scaled: Tensor, losses: list[list[RowLoss]]
+    def _differentiate_tile(
+        self, tile: _Tile, block: _RowBlock, columns: Columns, scaled: Tensor, d_scaled: Tensor
     ) -> None:
         """Add a tile's gradients with respect to its rows and columns, from the largest size to the smallest.
 
@@ -338,10 +399,11 @@ class _Blocks:
         accumulate in the buffer of the largest size.
         """
         table = self.table
-        columns, d_columns = table.x[tile.columns], table.dx[tile.columns]
+        assert columns.dx is not None and columns.norm_grad is not None, "a pass with gradients"
+        x, d_x = columns.x[tile.columns], columns.dx[tile.columns]
         d_products = tile.logits[-1]
         for k, part in reversed(list(enumerate(self.scoring.similarity.parts))):
-            logits, loss = tile.logits[k], losses[k][tile.score_block.direction]
+            logits, loss = tile.logits[k], block.losses[k][tile.score_block.direction]
             if k == self.num_sizes - 1:
                 # The largest size's logits are not needed again: overwrite them in place.
                 loss.grad_of_logits(logits, logits, tile.target)
@@ -352,12 +414,12 @@ class _Blocks:
                 if table.prefix_scales is not None:
                     # logits * dL/d(logits) = score * dL/d(score), the terms of the gradient of the norm.
                     logits.mul_(weights)
-                    table.norm_grad[k, self._positions(tile.score_block.anchor, rows)] += logits.sum(1)
-                    table.norm_grad[k, tile.columns] += logits.sum(0)
-                d_products += self._with_prefix_scales(weights, k, tile, rows, self._scratch(1, logits))
+                    table.norm_grad[k, self._positions(tile.score_block.anchor, block.rows)] += logits.sum(1)
+                    columns.norm_grad[k, tile.columns] += logits.sum(0)
+                d_products += self._with_prefix_scales(weights, k, tile, block.rows, columns, self._scratch(1, logits))
             # [n, t] @ [t, part] for the rows, [t, n] @ [n, part] for the columns.
-            d_scaled[:, part].addmm_(d_products, columns[:, part])
-            d_columns[:, part].addmm_(d_products.T, scaled[:, part])
+            d_scaled[:, part].addmm_(d_products, x[:, part])
+            d_x[:, part].addmm_(d_products.T, scaled[:, part])
 
     def _take_in_pairs(self, left: slice | Tensor, right: slice | Tensor, scores: Tensor, d_logits: Tensor) -> None:
         self._count_bias(d_logits)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vembed.losses.batch import LossBatch
-from vembed.losses.candidates import explicit_negatives
+from vembed.losses.candidates import explicit_negatives, numbers_of
 from vembed.losses.pairs import pair_scores
 from vembed.losses.temperature import ScoredLoss
 
@@ -23,14 +23,14 @@ class Triplet(ScoredLoss):
     def forward(self, batch: LossBatch) -> Tensor:
         """Return the own rows' part of L."""
         own = batch.own()
-        everywhere = slice(0, batch.num_rows), slice(0, batch.negative.numel())
+        everywhere = slice(0, batch.num_rows), numbers_of(slice(0, batch.negative.numel()), batch)
         row, negative = explicit_negatives(batch, *everywhere, mask_duplicates=self.config.mask_duplicates)
         num_triplets = row.numel()
         mine = (row >= own.start) & (row < own.stop)
         row, negative = row[mine], negative[mine]
         similarity = self.similarity_for(batch.embeddings)
-        left = torch.cat((batch.query[own], batch.query[row]))
-        right = torch.cat((batch.positive[own], batch.negative[negative]))
+        left = batch.places(torch.cat((batch.query[own], batch.query[row])))
+        right = batch.places(torch.cat((batch.positive[own], batch.negative[negative])))
         # One call for own pairs and negatives, so that gradients are accumulated once. [K, n] and [K, P]
         own_scores, negative_scores = pair_scores(batch.embeddings, left, right, similarity).tensor_split(
             [batch.num_own_rows], dim=1

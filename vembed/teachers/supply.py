@@ -116,7 +116,8 @@ class Teachers:
         """
         found: dict[str, Teaching] = {}
         for name in self.vectors:
-            found[name] = self._vectors(name, rank_batch, by_row, by_negative, arithmetic_dtype(loss_batch.embeddings))
+            dtype, stays = arithmetic_dtype(loss_batch.embeddings), loss_batch.ring is not None
+            found[name] = self._vectors(name, rank_batch, by_row, by_negative, dtype, stays=stays)
         for name in self.pairs:
             positive, negative = self._scores(name, rank_batch)
             found[name] = TeacherScores(self._gather(positive, by_row), self._gather(negative, by_negative))
@@ -131,9 +132,17 @@ class Teachers:
                 log.info("teacher %s: %s answers were computed during the run", name, f"{later:,d}")
 
     def _vectors(
-        self, name: str, rank_batch: RankBatch, by_row: list[int], by_negative: list[int], dtype: torch.dtype
+        self,
+        name: str,
+        rank_batch: RankBatch,
+        by_row: list[int],
+        by_negative: list[int],
+        dtype: torch.dtype,
+        *,
+        stays: bool,
     ) -> TeacherVectors:
-        """A teacher's vectors of the global batch. An input has one for each of its roles, if the teacher's differ."""
+        """A teacher's vectors of the global batch. An input has one for each of its roles, if the teacher's differ.
+        `stays`: in a ring the vectors are those of this rank's inputs alone."""
         documents = np.concatenate((rank_batch.positive, rank_batch.negative))
         keys: dict[bytes, int] = {}
         questions: list[Question] = []
@@ -148,7 +157,8 @@ class Teachers:
                 place[feature, is_query] = keys[key]
         rows = self.vectors[name].answers(list(keys), questions)
         counts = [one[0] for one in collectives.all_gather_ints([len(rows)])]
-        vectors = collectives.all_gather_rows(torch.from_numpy(rows).to(self.session.device), counts)
+        vectors = torch.from_numpy(rows).to(self.session.device)
+        vectors = vectors if stays else collectives.all_gather_rows(vectors, counts)
         offset = sum(counts[: self.session.rank])
         index = [
             np.array([place[feature, is_query] + offset for feature in places.tolist()], dtype=np.int64)
@@ -159,7 +169,7 @@ class Teachers:
         query, positive, negative = (
             self._gather(one, sizes) for one, sizes in zip(index, (by_row, by_row, by_negative), strict=True)
         )
-        return TeacherVectors(vectors.to(dtype), query, positive, negative)
+        return TeacherVectors(vectors.to(dtype), query, positive, negative, first=offset if stays else 0)
 
     def _scores(self, name: str, rank_batch: RankBatch) -> tuple[np.ndarray, np.ndarray]:
         """A reranker's scores of this rank's rows and hard negatives."""

@@ -16,6 +16,7 @@ from vembed.config.loading import resolve_run
 from vembed.distributed.devices import bf16_instructions
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, Memory, ModelSize, measure
+from vembed.distributed.exchange import EXCHANGES
 from vembed.distributed.hardware import Hardware
 from vembed.distributed.placement import Placement, memory_of_a_process, place
 from vembed.models.adapters import wants_adapters
@@ -66,8 +67,10 @@ def run_plan(
         "fits": fits, "needed_bytes": memory.total, "available_bytes": placement.memory, "device": where,
         "memory_bytes": asdict(memory), "parameters": size.total, "trained_parameters": size.trained,
         "num_processes": placement.ranks.world_size, "num_shards": placement.num_shards, "rows": placement.rows,
+        "largest_batch": {one: placement.most_rows(size, one) * placement.ranks.world_size for one in EXCHANGES},
         "decisions": {name: str(decision) for name, decision in placement.decisions.items()}, "ways_out": ways,
     })  # fmt: skip
+    console.print(largest_batch(placement, size))
     if gpu is not None:
         console.print(hours_line(placement, size, gpu))
     return 0 if fits else 1
@@ -95,6 +98,19 @@ def ways_out(placement: Placement, size: ModelSize) -> list[str]:
     if placement.fsdp is None or not placement.fsdp.offload:
         lines.append("use_fsdp: true with fsdp_offload_params: true (weights and optimizer in host memory, slower)")
     return lines
+
+
+def largest_batch(placement: Placement, size: ModelSize) -> str:
+    """Return a line with the largest global batch whose embeddings fit, with each way of exchanging them."""
+    world_size = placement.ranks.world_size
+    chosen = placement.exchange.value
+    if world_size == 1:
+        return f"largest batch: about {placement.most_rows(size, chosen):,d} rows, by the memory of the loss"
+    found = {one: placement.most_rows(size, one) * world_size for one in EXCHANGES}
+    return (
+        f"largest batch: about {found['gather']:,d} rows on {world_size} processes with loss_exchange: gather, "
+        f"{found['ring']:,d} with ring, by the memory of the loss; this run takes {chosen}"
+    )
 
 
 def _table(memory: Memory, size: ModelSize, placement: Placement) -> Table:

@@ -5,7 +5,7 @@ One global batch, of which this rank holds a rank batch of distinct inputs, pass
 1. `agree`    one collective: the number of inputs, rows and micro-batches of each rank; whether graphs are kept.
 2. `encode`   every micro-batch to embeddings, without graphs if Gradient Cache is on. Features of frozen towers are
               computed first, or read from the cache; gradients do not reach them.
-3. `gather`   the embeddings of all ranks, and the indices by which the rows refer to them.
+3. `gather`   the embeddings of all ranks (in a ring the own ones), and the indices by which the rows refer to them.
 4. `score`    this rank's part of L, and d L / d embeddings, which is summed over the ranks.
 5. `backward` every micro-batch again (same random draws), surrogate <embedding, gradient>; the last synchronises.
 """
@@ -32,6 +32,7 @@ from vembed.models.bf16 import holding_copies
 from vembed.teachers.supply import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryBatch, AuxiliaryLosses, Parts
 from vembed.training.budget import Budget
+from vembed.training.exchange import Counts, loss_exchange
 from vembed.training.frozen import BatchInputs, InputSource
 from vembed.training.gathered_columns import Column, gather_columns
 from vembed.training.shortage import MemoryGuard, OutOfMemory
@@ -51,6 +52,11 @@ class Agreement:
     has_negative_scores: bool
     padded_tokens: int
     """The maximum over the ranks."""
+
+    @property
+    def counts(self) -> Counts:
+        """The numbers of each rank, for the exchange of embeddings."""
+        return Counts(self.num_inputs, self.num_rows, self.num_negatives)
 
 
 @dataclass(slots=True)
@@ -150,6 +156,7 @@ class ContrastiveStep:
         self.teachers = teachers
         self.auxiliary = auxiliary
         self.timer = PhaseTimer(session.device)
+        self.exchange = loss_exchange(session)
 
     def accumulate(
         self, rank_batch: RankBatch, number: int, *, weight: float, last: bool, scale: float = 1.0
@@ -244,13 +251,13 @@ class ContrastiveStep:
         batch.embeddings = joined
 
     def gather(self, batch: StepBatch) -> LossBatch:
-        """Gather the embeddings of all ranks as one leaf, and the rows of all ranks with indices into it. Collective.
+        """Gather the embeddings as one leaf, and the rows of all ranks with indices into it. Collective.
 
         A further column of the rows, the inputs or the negatives is one more line here and one more field of LossBatch.
         """
         rank_batch, agreed, rank = batch.rank_batch, batch.agreed, self.session.rank
-        # A new leaf: the gather itself is not differentiated; `reduce_scatter_rows` does its backward by hand.
-        embeddings = collectives.all_gather_rows(batch.embeddings, agreed.num_inputs).requires_grad_()
+        counts = agreed.counts
+        embeddings = self.exchange.leaf(batch.embeddings, counts)
         # Row indices are local; behind the gather, rank r's inputs begin after those of ranks 0 to r - 1.
         offset = sum(agreed.num_inputs[:rank])
         content = torch.tensor([feature.content for feature in rank_batch.features], dtype=torch.int64)
@@ -288,6 +295,7 @@ class ContrastiveStep:
             negative_scores=negative_scores,
             number=batch.number,
             source=rank_batch.source,
+            ring=self.exchange.parts(counts, self.session.device),
         )
         if self.teachers is None:
             return loss_batch
@@ -300,9 +308,7 @@ class ContrastiveStep:
             # The loss runs in float32. Its gradient carries the float16 scale into the backward of each micro-batch.
             (loss_share * weight).backward()
         with self.timer("wait"):
-            # Every rank's loss depends on all embeddings. Summed over the ranks, each rank gets the rows of its own
-            # inputs.
-            gradient = collectives.reduce_scatter_rows(gradient_of(loss_batch.embeddings), batch.agreed.num_inputs)
+            gradient = self.exchange.own_gradient(loss_batch.embeddings, batch.agreed.counts)
             if self.auxiliary is not None and batch.auxiliary is not None:
                 self.auxiliary.agree(batch.auxiliary)
                 loss_share = loss_share.detach() + self.auxiliary.share(batch.auxiliary)
@@ -389,8 +395,3 @@ def part_of(rank: int, counts: list[int]) -> slice:
     """Return a rank's part of a column that the ranks have gathered."""
     first = sum(counts[:rank])
     return slice(first, first + counts[rank])
-
-
-def gradient_of(leaf: Tensor) -> Tensor:
-    """Return the gradient of a leaf, or zeros if the loss did not depend on it."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -1,0 +1,112 @@
+"""NeighbourRing: blocks of columns pass from rank to rank, and their gradients with them, while the ranks compute."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from vembed.distributed import collectives
+from vembed.losses.exchange import Ring, TravellingColumns, Visit
+
+COLUMNS_AT_ONCE = 8192
+"""Columns of a block at most: small beside a rank's own, and large enough for the network."""
+
+
+class NeighbourRing(Ring):
+    """A ring over all ranks: each sends to the next and receives from the one before.
+
+    A rank's columns are cut into pieces, equally many on every rank. Piece by piece, the blocks of all ranks move on by
+    one rank at a time. While a rank computes with a block, the same block is on its way to the next rank, and the next
+    block comes in. A gradient follows one step behind: a rank adds its part to what the ranks before it have summed.
+    """
+
+    def __init__(self, rank: int, world_size: int, columns_at_once: int = COLUMNS_AT_ONCE) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.columns_at_once = columns_at_once
+
+    def visits(self, own: TravellingColumns, *, with_gradient: bool) -> Iterator[Visit]:
+        """See Ring."""
+        num_pieces = -(-max(own.counts) // self.columns_at_once)
+        steps = [(piece, distance) for piece in range(num_pieces) for distance in range(1, self.world_size)]
+        if not steps:
+            return
+        cuts = [_cuts(count, num_pieces) for count in own.counts]
+        longest = max(part.stop - part.start for parts in cuts for part in parts)
+        like = own.packed(slice(0, 0))
+        rooms = [like.new_empty(longest, own.width) for _ in range(2)]
+        gradients = _Gradients(own, longest, like) if with_gradient else None
+
+        def block(number: int) -> tuple[int, slice]:
+            piece, distance = steps[number]
+            owner = (self.rank - distance) % self.world_size
+            return owner, cuts[owner][piece]
+
+        def start(number: int, held: Tensor | None) -> collectives.Transfer:
+            """Receive the block of a step. Sent is the own piece, or the block that is held."""
+            piece, distance = steps[number]
+            sent = own.packed(cuts[self.rank][piece]) if distance == 1 or held is None else held
+            return collectives.start_ring_shift(sent, rooms[number % 2][: _length(block(number)[1])])
+
+        arriving = start(0, None)
+        for number, (piece, distance) in enumerate(steps):
+            arriving.wait()
+            owner, columns = block(number)
+            values = rooms[number % 2][: _length(columns)]
+            if number + 1 < len(steps):
+                arriving = start(number + 1, values)
+            if gradients is None:
+                yield Visit(owner, columns, values, None)
+                continue
+            part = gradients.zeros(_length(columns))
+            yield Visit(owner, columns, values, part)
+            # What comes next is the gradient of this rank's next block, or, after a whole round, of its own.
+            is_home = distance == self.world_size - 1
+            gradients.pass_on(part, cuts[self.rank][piece] if is_home else block(number + 1)[1], is_home=is_home)
+        if gradients is not None:
+            gradients.settle(None)
+
+
+class _Gradients:
+    """Buffers of the gradients that travel: one that this rank fills, one that it sends, one that it receives."""
+
+    def __init__(self, own: TravellingColumns, longest: int, like: Tensor) -> None:
+        self.own = own
+        self.parts = [like.new_empty(longest, own.gradient_width) for _ in range(2)]
+        self.room = like.new_empty(longest, own.gradient_width)
+        self.number = 0
+        self.arriving: tuple[collectives.Transfer, Tensor, slice | None] | None = None
+
+    def zeros(self, length: int) -> Tensor:
+        """Return the buffer for this rank's part of a block's gradient."""
+        self.number += 1
+        return self.parts[self.number % 2][:length].zero_()
+
+    def pass_on(self, part: Tensor, coming: slice, *, is_home: bool) -> None:
+        """Add what other ranks found for this block, and send the sum on. `coming`: the columns of what is received."""
+        self.settle(part)
+        received = self.room[: _length(coming)]
+        self.arriving = collectives.start_ring_shift(part, received), received, coming if is_home else None
+
+    def settle(self, part: Tensor | None) -> None:
+        """Wait for the gradient under way, and add it to the own columns, or to this rank's part of its block."""
+        if self.arriving is None:
+            return
+        transfer, received, home = self.arriving
+        transfer.wait()
+        if home is not None:
+            self.own.add_gradient(home, received)
+        elif part is not None:
+            part += received
+
+
+def _cuts(count: int, num_pieces: int) -> Sequence[slice]:
+    bounds = [count * piece // num_pieces for piece in range(num_pieces + 1)]
+    return [slice(first, last) for first, last in itertools.pairwise(bounds)]
+
+
+def _length(columns: slice) -> int:
+    length: int = columns.stop - columns.start
+    return length

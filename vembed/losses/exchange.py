@@ -1,0 +1,70 @@
+"""Ring: the interface by which a loss sees the columns of other ranks that were not gathered.
+
+A rank's columns are the rows of its table that serve every rank as candidates. Blocks of them pass from rank to rank.
+In the second pass a block's gradient travels with it, and every rank adds its part, until it is back where it began.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A block of another rank's columns that is here now."""
+
+    owner: int
+    """The rank whose columns they are."""
+    columns: slice
+    """Which of its columns."""
+    values: Tensor
+    """[C, width] what their rank packed for them. Valid until the next visit."""
+    gradient: Tensor | None
+    """[C, gradient width] zeros, for this rank's part of their gradient; None in the first pass."""
+
+
+class TravellingColumns(ABC):
+    """A rank's own columns, as the ring asks for them."""
+
+    counts: Sequence[int]
+    """Number of columns of each rank."""
+    width: int
+    gradient_width: int
+
+    @abstractmethod
+    def packed(self, columns: slice) -> Tensor:
+        """Return [C, width], contiguous: some of the own columns, for all other ranks."""
+
+    @abstractmethod
+    def add_gradient(self, columns: slice, gradient: Tensor) -> None:
+        """Add [C, gradient width], the sum of what all other ranks found for some of the own columns."""
+
+
+class Ring(ABC):
+    """Ranks that pass blocks of columns round."""
+
+    @abstractmethod
+    def visits(self, own: TravellingColumns, *, with_gradient: bool) -> Iterator[Visit]:
+        """Yield every block of all other ranks. Collective: every rank must finish the iteration."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingParts:
+    """How the inputs, rows and hard negatives of a global batch are divided over the ranks of a ring."""
+
+    ring: Ring
+    rank: int
+    num_inputs: int
+    """Inputs of all ranks."""
+    first_input: int
+    """Number of the first own input."""
+    rows: tuple[slice, ...]
+    """The rows of each rank."""
+    negatives: tuple[Tensor, ...]
+    """Numbers of the hard negatives of each rank, mixtures included."""
+    first_mixture: int = 0
+    """What is subtracted from the number of an own mixture to get its place among the own embeddings."""
