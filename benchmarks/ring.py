@@ -22,7 +22,7 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
-from vembed.training.exchange import Counts, Gathered, InRing, LossExchange
+from vembed.training.embedding_exchange import Counts, Gathered, InRing, LossExchange
 
 MEBIBYTE = 2**20
 

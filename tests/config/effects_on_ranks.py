@@ -22,7 +22,7 @@ from vembed.families.backbones import layers_of
 from vembed.families.decisions import describe
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import build_model
-from vembed.training.exchange import loss_exchange
+from vembed.training.embedding_exchange import loss_exchange
 from vembed.training.whole_model import whole_model_writer
 
 FSDP1 = {"use_fsdp": True, "fsdp_version": 1}

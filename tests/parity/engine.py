@@ -31,7 +31,7 @@ from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.models.names import plain_name
 from vembed.training.budget import Budget
-from vembed.training.exchange import InRing, LossExchange, loss_exchange
+from vembed.training.embedding_exchange import InRing, LossExchange, loss_exchange
 from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep, order_micro_batches, seed_of

@@ -16,7 +16,7 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed import estimate
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, Demand, Memory, ModelSize, measure
-from vembed.distributed.exchange import Exchange, choose_exchange, loss_bytes
+from vembed.distributed.exchange_choice import Exchange, choose_exchange, loss_bytes
 from vembed.distributed.hardware import Gpu
 from vembed.errors import UserError
 

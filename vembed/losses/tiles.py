@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vembed.losses.candidates import Anchor, Candidates, ExplicitPairs, ScoreBlock
-from vembed.losses.columns import Columns, HomeColumns, TeacherTable, foreign_columns
 from vembed.losses.matryoshka import PrefixTable, Similarity, arithmetic_dtype
 from vembed.losses.rows import LEFT_OUT, RowLoss
+from vembed.losses.score_columns import Columns, HomeColumns, TeacherTable, foreign_columns
 from vembed.losses.targets import Guide, TeacherVectors
 
 MEBIBYTE = 2**20

@@ -16,7 +16,7 @@ from vembed.config.loading import resolve_run
 from vembed.distributed.devices import bf16_instructions
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, Memory, ModelSize, measure
-from vembed.distributed.exchange import EXCHANGES
+from vembed.distributed.exchange_choice import EXCHANGES
 from vembed.distributed.hardware import Hardware
 from vembed.distributed.placement import Placement, memory_of_a_process, place
 from vembed.models.adapters import wants_adapters

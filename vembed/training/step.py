@@ -32,7 +32,7 @@ from vembed.models.bf16 import holding_copies
 from vembed.teachers.supply import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryBatch, AuxiliaryLosses, Parts
 from vembed.training.budget import Budget
-from vembed.training.exchange import Counts, loss_exchange
+from vembed.training.embedding_exchange import Counts, loss_exchange
 from vembed.training.frozen import BatchInputs, InputSource
 from vembed.training.gathered_columns import Column, gather_columns
 from vembed.training.shortage import MemoryGuard, OutOfMemory
