@@ -7,6 +7,7 @@ in a tenth of a second instead of ten. The server has run nothing but imports, s
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import socket
@@ -15,24 +16,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
-PRELOADED = [
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.bert.tokenization_bert",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.clip.modeling_clip",
-    "accelerate",
-    "vembed.data.features",
-    "vembed.distributed.session",
-    "vembed.models.embedding_model",
-    "vembed.training.run",
-    "vembed.report.report",
-    "matplotlib.backends.backend_svg",
-]
+ROOT = Path(__file__).parent.parent
 
 GRACE = 1.0
 """Seconds that the other ranks have to report after one has failed."""
@@ -87,10 +77,7 @@ def rank_outcomes(
 
     `wait_for`: the ranks to wait for, if not all; the others are ended soon after.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    context = forkserver()
     port = free_port()
     ranks: dict[Connection, Outcome] = {}
     processes = []
@@ -145,6 +132,25 @@ def rank_outcomes(
             process.join()
         for connection in ranks:
             connection.close()
+
+
+@cache
+def forkserver() -> ForkServerContext:
+    """The server from which processes are forked: it has imported `tests.preloaded`, and nothing has run in it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    given = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
 
 
 def free_port() -> int:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.cli.conftest import Command, on_ranks
+from tests.commands import command
 from tests.tiny import shared, texts, tiny_bert_st
 
 
@@ -31,13 +29,6 @@ def run_config(vembed: Command) -> str:
 def losses(folder: str) -> list[float]:
     lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
-
-
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "vembed", *words], env=env, capture_output=True, text=True, check=False
-    )
 
 
 @pytest.mark.promise("A08", "D43")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.config.conftest import NEEDED, WriteConfig
 from vembed.config.entries import DataSource
 from vembed.config.loading import load_config, render, resolve_run, save_config
+from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 
@@ -209,3 +212,58 @@ def test_recomputation_is_one_switch_with_or_without_fsdp(write_config: WriteCon
         ("accelerate_config: single_node_fsdp\ngradient_checkpointing: false\n", False),
     ):
         assert resolve_run(write_config(text), env={}).recomputation.value is value
+
+
+WAYS = {"accelerate file": 2, "launcher": 3, "config": 4, "stage": 5, "file on the command line": 6, "command line": 7}
+"""Every way in for one option, weakest first, and the value that it gives; the default is none."""
+PAIRS = [
+    (weaker, stronger)
+    for weaker, stronger in combinations(WAYS, 2)
+    if stronger != "file on the command line" or weaker == "stage"  # else it is an Accelerate file as any other
+]
+
+
+def given_by(ways: tuple[str, ...], write_config: WriteConfig) -> ResolvedRun:
+    """The run in which `fsdp_min_num_params` is given in these ways."""
+    for way in ("accelerate file", "file on the command line"):
+        block = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": WAYS[way]}
+        settings = {"distributed_type": "FSDP", "fsdp_config": block}
+        Path(f"{way.replace(' ', '_')}.yaml").write_text(yaml.safe_dump(settings))
+    text = "use_fsdp: true\n"
+    if "accelerate file" in ways:
+        text += "accelerate_config: accelerate_file.yaml\n"
+    if "config" in ways:
+        text += f"fsdp_min_num_params: {WAYS['config']}\n"
+    if "stage" in ways:
+        text += f"training_stages:\n  one:\n    fsdp_min_num_params: {WAYS['stage']}\n"
+    words = []
+    if "file on the command line" in ways:
+        words.append("accelerate_config=file_on_the_command_line.yaml")
+    if "command line" in ways:
+        words.append(f"fsdp_min_num_params={WAYS['command line']}")
+    env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}
+    env = env | {"FSDP_MIN_NUM_PARAMS": str(WAYS["launcher"])} if "launcher" in ways else {}
+    return resolve_run(write_config(text), words, env=env)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_in_is_stronger_than_the_default(way: str, write_config: WriteConfig) -> None:
+    run = given_by((way,), write_config)
+    assert run.config.fsdp_min_num_params == WAYS[way]
+    assert run.origins["fsdp_min_num_params"] != "default"
+    assert given_by((), write_config).origins["fsdp_min_num_params"] == "default"
+
+
+@pytest.mark.parametrize(("weaker", "stronger"), PAIRS)
+def test_of_two_ways_in_the_more_specific_one_counts_and_the_other_is_named(
+    weaker: str, stronger: str, write_config: WriteConfig
+) -> None:
+    run = given_by((weaker, stronger), write_config)
+    assert run.config.fsdp_min_num_params == WAYS[stronger]
+    notes = [one for one in run.notes if " overrides " in one and "fsdp_min_num_params" in one]
+    if (weaker, stronger) == ("config", "stage"):  # which is part of it, and made to differ from the rest
+        assert notes == []
+        return
+    (note,) = notes
+    assert f"fsdp_min_num_params: {WAYS[stronger]} (" in note.partition(" overrides ")[0]
+    assert f"fsdp_min_num_params: {WAYS[weaker]} (" in note.partition(" overrides ")[2]

@@ -1,25 +1,25 @@
-"""Two "machines" on loopback through the real command."""
+"""Two "machines" on loopback through the command."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import yaml
 
+from tests.commands import Started
+from tests.commands import start as start_command
 from tests.harness import free_port
 from tests.training.test_run import settings
 
 
-def start(config: Path, machine: int, port: int, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "vembed", "train", str(config), "--num-machines", "2", "--nproc", "1"]
+def start(config: Path, machine: int, port: int, *words: str) -> Started:
+    command = ["train", str(config), "--num-machines", "2", "--nproc", "1"]
     place = ["--machine-rank", str(machine), "--main-process-ip", "127.0.0.1", "--main-process-port", str(port)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, *place, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    return start_command(*command, *place, *words, stderr=errors_of(config, machine))
+
+
+def errors_of(config: Path, machine: int) -> Path:
+    return config.with_name(f"errors-{machine}")
 
 
 def test_both_machines_name_what_differs(tmp_path: Path) -> None:
@@ -30,9 +30,9 @@ def test_both_machines_name_what_differs(tmp_path: Path) -> None:
     port = free_port()
     words = ("learning_rate=0.5", f"data_path={tmp_path}/other.jsonl")
     machines = [start(config, 0, port), start(config, 1, port, *words)]
-    for machine in machines:
-        _, err = machine.communicate(timeout=100)
-        assert machine.returncode == 2, err
+    for number, machine in enumerate(machines):
+        code, err = machine.wait(100), errors_of(config, number).read_text()
+        assert code == 2, err
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
         assert "learning_rate is 0.002 on rank 0 (machine 0, " in line and ") but 0.5 on rank 1 (machine 1, " in line
         assert "data_path is " in line and "Traceback" not in err

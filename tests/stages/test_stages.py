@@ -1,10 +1,7 @@
 """`stages:` from the command: the steps in order, each once, resumed in the middle, with steps between."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 import yaml
 
 import vembed
+from tests.commands import start
 from tests.guides import STAGE_ONE
 from tests.tiny import shared, tiny_bert, tiny_bert_st
 from tests.weights.variants import pairs
@@ -240,18 +238,15 @@ training_stages:
 
 def guide(output):
     Path(f"{output}.yaml").write_text(GUIDE.format(model=shared(tiny_bert), output=output))
-    return [sys.executable, "-m", "vembed", "train", f"{output}.yaml"]
+    return ["train", f"{output}.yaml"]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.promise("C01", "C20")
 def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one(place, capsys):
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     guide("whole")
     assert run_process("train", ["whole.yaml", "devices=1"]) == 0
-    started = subprocess.Popen(
-        [*guide("cut"), "devices=2"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    started = start(*guide("cut"), "devices=2")
     metrics, deadline = Path("cut/stage2/metrics.jsonl"), time.monotonic() + 80
     while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2) and time.monotonic() < deadline:
         time.sleep(0.02)

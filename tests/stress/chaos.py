@@ -24,6 +24,8 @@ from typing import Any
 import psutil
 from safetensors.torch import load_file
 
+from tests.commands import Started
+from tests.commands import start as start_forked
 from tests.tiny import WORDS, tiny_bert
 
 STEPS_PER_ROUND = 4
@@ -35,6 +37,7 @@ FAULTS = ("kill", "kill all", "launcher", "stop", "halt", "evaluation", "disk")
 moment; SIGKILL in an evaluation; a limit on the size of files, as a disk that fills up in the checkpoint."""
 SMALL_FILES = 100_000
 """Bytes; less than a checkpoint's tensors, more than its index."""
+Process = subprocess.Popen[bytes] | Started
 KEY_BIAS_TOLERANCE = 2e-4
 """The gradient of an attention key's bias is zero in exact arithmetic: what moves it is rounding."""
 
@@ -58,8 +61,15 @@ def main(words: list[str] | None = None) -> None:
         chaos(Path(folder), arguments.rounds, random.Random(arguments.seed))
 
 
-def chaos(folder: Path, rounds: int, draw: random.Random) -> Story:
-    """Break a run `rounds` times in `folder`, then compare it with the unbroken one; asserts that they are equal."""
+def chaos(folder: Path, rounds: int, draw: random.Random, *, is_forked: bool = False) -> Story:
+    """Break a run `rounds` times in `folder`, then compare it with the unbroken one; asserts that they are equal.
+
+    `is_forked`: its processes are forked from the tests' server, which saves the time of their imports.
+    """
+
+    def start(*arguments: Any, **options: Any) -> Process:
+        return start_run(*arguments, **options, is_forked=is_forked)
+
     config = write_run(folder, num_steps=STEPS_PER_ROUND * (rounds + 1))
     whole, broken = folder / "whole", folder / "broken"
     finish(start(config, whole, 1, "ddp"))
@@ -123,34 +133,38 @@ def write_run(folder: Path, num_steps: int) -> Path:
     return path
 
 
-def start(
-    config: Path, output: Path, nproc: int, strategy: str, *, has_small_disk: bool = False
-) -> subprocess.Popen[bytes]:
-    """`vembed train` as a user starts it, in a process group of its own."""
-    command = [sys.executable, "-m", "vembed", "train", str(config), f"output_dir={output}", f"strategy={strategy}"]
+def start_run(
+    config: Path, output: Path, nproc: int, strategy: str, *, has_small_disk: bool = False, is_forked: bool = False
+) -> Process:
+    """`vembed train` as a user starts it, in a process group of its own and in its output folder."""
+    words = ["train", str(config), f"output_dir={output}", f"strategy={strategy}", "--nproc", str(nproc)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     output.mkdir(exist_ok=True)
+    if is_forked:
+        path = output.parent / f"{output.name}.txt"
+        most = SMALL_FILES if has_small_disk else None
+        return start_forked(*words, stdout=path, stderr=path, folder=output, max_file_bytes=most)
     limit = ["prlimit", f"--fsize={SMALL_FILES}"] if has_small_disk else []
     with (output.parent / f"{output.name}.txt").open("ab") as console:
         return subprocess.Popen(
-            [*limit, *command, "--nproc", str(nproc)], stdout=console, stderr=console, env=environment,
-            start_new_session=True,
+            [*limit, sys.executable, "-m", "vembed", *words], stdout=console, stderr=console, env=environment,
+            cwd=output, start_new_session=True,
         )  # fmt: skip
 
 
-def finish(process: subprocess.Popen[bytes]) -> None:
+def finish(process: Process) -> None:
     """Wait for a run that nobody disturbs."""
     assert process.wait(timeout=10 * PATIENCE_SECONDS) == 0, f"exit code {process.returncode}"
 
 
-def wait_for_steps(process: subprocess.Popen[bytes], output: Path, wanted: int) -> None:
+def wait_for_steps(process: Process, output: Path, wanted: int) -> None:
     """Until the run has logged a step, has ended, or the patience has."""
     end = time.monotonic() + PATIENCE_SECONDS
     while process.poll() is None and last_step(output) < wanted and time.monotonic() < end:
         time.sleep(0.05)
 
 
-def wait_for_evaluation(process: subprocess.Popen[bytes], output: Path) -> None:
+def wait_for_evaluation(process: Process, output: Path) -> None:
     """Until a step is logged whose evaluation is not."""
     end = time.monotonic() + PATIENCE_SECONDS
     while process.poll() is None and time.monotonic() < end:
@@ -160,16 +174,14 @@ def wait_for_evaluation(process: subprocess.Popen[bytes], output: Path) -> None:
         time.sleep(0.002)
 
 
-def wait_for_final(process: subprocess.Popen[bytes], output: Path) -> None:
+def wait_for_final(process: Process, output: Path) -> None:
     """Until final/ is being written."""
     end = time.monotonic() + PATIENCE_SECONDS
     while process.poll() is None and time.monotonic() < end and not (output / ".final.new").exists():
         time.sleep(0.002)
 
 
-def hurt(
-    process: subprocess.Popen[bytes], fault: str, draw: random.Random, story: Story, *, as_what: str | None = None
-) -> None:
+def hurt(process: Process, fault: str, draw: random.Random, story: Story, *, as_what: str | None = None) -> None:
     """Do one of FAULTS to a run, and wait for its end. `as_what`: the name that is counted."""
     family = [process.pid, *(child.pid for child in children(process.pid))]
     if process.poll() is None or fault == "disk":
@@ -216,9 +228,7 @@ def assert_nobody_left(output: Path) -> None:
     """Within a few seconds no process works on the folder any more."""
     end = time.monotonic() + 30
     while True:
-        left = [
-            one for one in psutil.process_iter(["cmdline"]) if f"output_dir={output}" in (one.info["cmdline"] or [])
-        ]
+        left = [one for one in psutil.process_iter(["cwd"]) if one.info["cwd"] == str(output.resolve())]
         if not left:
             return
         assert time.monotonic() < end, f"orphans: {[one.pid for one in left]}"
@@ -250,7 +260,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rsplit("-", 1)[1])
 
 
-def exit_of(process: subprocess.Popen[bytes]) -> str:
+def exit_of(process: Process) -> str:
     """How the launcher ended."""
     return f"exit code {process.returncode}"
 

@@ -11,13 +11,13 @@ import pytest
 import vembed
 from tests.data.pictures import write
 from tests.tiny import shared, texts, tiny_bert, tiny_clip
-from vembed.data import cache
+from vembed.config.user_folders import cache_folder
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert cache.cache_folder() == tmp_path / "cache" / "vembed"
+    assert cache_folder() == tmp_path / "cache" / "vembed"
 
 
 def train(tmp_path: Path, records: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:

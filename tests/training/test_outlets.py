@@ -9,8 +9,6 @@ import os
 import pty
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,26 +17,25 @@ from typing import Any
 import pytest
 
 import vembed
+from tests.commands import Started, start
 from tests.training.test_run import metrics, settings
 from vembed.errors import RunError, UserError
 from vembed.training import finish
 from vembed.training.outlets import LineFile, LogFile
 
 
-def started(folder: Path, stdout: int, **options: Any) -> subprocess.Popen[bytes]:
+def started(folder: Path, console: Path, **options: Any) -> Started:
     config = folder / "cfg.json"
     config.write_text(json.dumps(settings(folder, **options)))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "vembed", "train", str(config)]
-    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+    return start("train", str(config), stdout=console, stderr=console)
 
 
 def test_a_pipe_that_nobody_reads_ends_no_run(tmp_path: Path) -> None:
     """`vembed train cfg.yaml | head -1`"""
-    process = started(tmp_path, subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.stdout.close()
+    os.mkfifo(tmp_path / "pipe")
+    process = started(tmp_path, tmp_path / "pipe")
+    with (tmp_path / "pipe").open() as pipe:
+        pipe.readline()
     assert process.wait(timeout=100) == 0
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
     told = (tmp_path / "run" / "training_log.txt").read_text()
@@ -48,11 +45,11 @@ def test_a_pipe_that_nobody_reads_ends_no_run(tmp_path: Path) -> None:
 
 def test_a_closed_terminal_is_a_signal_and_the_checkpoint_is_saved(tmp_path: Path) -> None:
     terminal, inner = pty.openpty()
-    process = started(tmp_path, inner, max_steps=100_000)
-    os.close(inner)
+    process = started(tmp_path, Path(os.ttyname(inner)), max_steps=100_000)
     seen = b""
     while b"step 3/" not in seen:
         seen += os.read(terminal, 4096)
+    os.close(inner)
     os.close(terminal)  # what is written from now on fails
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=100) == 143

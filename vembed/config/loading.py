@@ -178,6 +178,8 @@ def save_config(config: TrainConfig, path: str | Path) -> None:
 
 def one_line_yaml(value: Any) -> str:
     """Return a value as one line of YAML."""
+    if value is None or isinstance(value, bool | int):  # as the dumper writes them, without its cost for each option
+        return "null" if value is None else str(value).lower()
     text = yaml.dump(
         value, Dumper=CoreDumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
     )

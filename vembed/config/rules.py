@@ -330,7 +330,8 @@ LEAST_OF_ADAPTERS = 1e-4
 def remarks(config: TrainConfig) -> list[str]:
     """Return one sentence per option that has no effect or may be misunderstood."""
     values, defaults = dict(config), TrainConfig(model_name="-", data_path="-")
-    set_apart = {name for name, value in values.items() if value != dict(defaults)[name]}
+    usual = dict(defaults)
+    set_apart = {name for name, value in values.items() if value != usual[name]}
     found = loss_remarks(config, set_apart)
     for needed, names in NEEDED_BY.items():
         if not values[needed]:

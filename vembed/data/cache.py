@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -19,12 +18,6 @@ from vembed.data.index import Counts, Index
 
 FORMAT = 3
 """Format version. Increase it when the meaning of records or the layout of an entry changes."""
-
-
-def cache_folder() -> Path:
-    """Return vembed's cache folder: $XDG_CACHE_HOME/vembed, by default ~/.cache/vembed."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return Path(base) / "vembed" if base else Path("~/.cache/vembed").expanduser()
 
 
 def stamp(path: Path) -> list[int]:

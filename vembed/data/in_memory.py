@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vembed.data.cache import cache_folder
+from vembed.config.user_folders import cache_folder
 from vembed.errors import UserError
 
 FOLDER = "python"

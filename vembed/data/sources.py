@@ -16,8 +16,9 @@ import numpy as np
 from vembed.config.entries import DataSource
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import TEXTS_ALONE, losses_of, source_config
+from vembed.config.user_folders import cache_folder
 from vembed.data.batches import ContentKeys
-from vembed.data.cache import IndexCache, cache_folder, short_hash
+from vembed.data.cache import IndexCache, short_hash
 from vembed.data.class_batches import next_of_class
 from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord, Example, ReadAs

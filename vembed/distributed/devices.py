@@ -37,6 +37,16 @@ def enable_expandable_segments(env: MutableMapping[str, str] = os.environ) -> No
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
+def seed_draws(seed: int, device: torch.device) -> None:
+    """Seed the generators of the CPU and of this process's GPU.
+
+    torch.manual_seed takes 1 to 3 ms: it notes a stack trace for each kind of device that the machine does not have.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
 def bf16_instructions() -> str | None:
     """Return the name of the CPU's instructions for matrix products in bfloat16; None: torch would emulate them."""
     # Below AVX-512 (also by ATEN_CPU_CAPABILITY) torch's own bfloat16 kernels are not worth it.

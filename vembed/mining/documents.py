@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vembed.data.cache import cache_folder
+from vembed.config.user_folders import cache_folder
 from vembed.data.examples import BadRecord, Example, ImageRef, Item
 from vembed.data.images import ImageRoot
 from vembed.data.messages import listed

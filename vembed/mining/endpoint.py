@@ -83,7 +83,7 @@ class ChatClient:
 
     def _post(self, body: dict[str, Any]) -> Any:
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self._endpoint.api_key_env):
+        if key := os.environ.get(self._endpoint.api_key_env):  # a key in a config would be written to files
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=self._endpoint.timeout_seconds) as answer:

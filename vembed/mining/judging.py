@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vembed.data.cache import cache_folder, short_hash
+from vembed.config.user_folders import cache_folder
+from vembed.data.cache import short_hash
 from vembed.data.examples import Item
 from vembed.distributed import collectives
 from vembed.distributed.session import Session

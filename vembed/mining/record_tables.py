@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vembed.config.entries import DataSource
-from vembed.data.cache import cache_folder
+from vembed.config.user_folders import cache_folder
 from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord, Example
 from vembed.data.images import ImageRoot

@@ -106,9 +106,9 @@ def _load(
         if takes_text:
             log.info("texts: %s", "without padding" if padded is None else f"padded ({padded})")
     if padded is None:
-        kernel = packing.register()
+        kernel = cpu_kernels.register(packing.IMPLEMENTATION, packing.attention)
     elif kernel == "sdpa" and config.attn_implementation == "auto" and device.type == "cpu":
-        kernel = cpu_kernels.register()
+        kernel = cpu_kernels.register(cpu_kernels.IMPLEMENTATION, cpu_kernels.attention)
     backbone = backbone_loading.load_backbone(
         folder,
         model_config,

@@ -9,7 +9,7 @@ and depend on torch's seed only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -258,8 +258,8 @@ def use_cpu_kernels(backbone: nn.Module) -> int:
     return len(found)
 
 
-def register() -> str:
-    """Register `attention` with Transformers and return its name."""
-    AttentionInterface.register(IMPLEMENTATION, attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
-    return IMPLEMENTATION
+def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> str:
+    """Register an attention function with Transformers, with the masks of sdpa, and return its name."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
-from transformers.masking_utils import sdpa_mask
+from transformers import PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
 from vembed.config.schema import TrainConfig
@@ -69,13 +68,6 @@ def _torch_has_varlen() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "window_size" in inspect.signature(varlen_attn).parameters
-
-
-def register() -> str:
-    """Register `attention` with Transformers and return its name."""
-    AttentionInterface.register(IMPLEMENTATION, attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
-    return IMPLEMENTATION
 
 
 def packs(backbone: Any) -> bool:

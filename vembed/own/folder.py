@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.dynamic_module_utils import get_relative_imports
 
 from vembed.config.schema import TrainConfig
+from vembed.config.user_folders import cache_folder
 from vembed.errors import UserError
 from vembed.own import modeling
 from vembed.own.classes import OwnCode, find_class, trust, trusted_class
@@ -228,6 +229,4 @@ def _digest(path: Path) -> str:
 
 
 def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    root = Path(base) if base else Path("~/.cache").expanduser()
-    return root / "vembed" / "own"
+    return cache_folder() / "own"

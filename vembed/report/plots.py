@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
 
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-# Matplotlib needs actual colours. These stand for the page's CSS variables and are replaced in the finished SVG.
-COLOURS = {
-    "#010101": "var(--ink-soft)",
-    "#020202": "var(--line)",
-    "#030303": "var(--accent)",
-    "#040404": "var(--before)",
-}
-INK, GRID, ACCENT, BEFORE = COLOURS
-RUNS = tuple(f"#{number:02x}0a0a" for number in range(8))
+INK, GRID, ACCENT, BEFORE = "var(--ink-soft)", "var(--line)", "var(--accent)", "var(--before)"
+RUNS = tuple(f"var(--run-{number})" for number in range(8))
 """Colours of runs that are compared. With more runs they are used again, with dashed lines."""
-COLOURS |= {colour: f"var(--run-{number})" for number, colour in enumerate(RUNS)}
-STYLE = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 9.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": INK,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
-}
-WIDTH, HEIGHT = 4.4, 2.4
-"""Size in inches of 72 SVG units. About the width of a phone, so that text keeps its size there."""
-PLACE = (0.115, 0.19, 0.87, 0.79)
+WIDTH, HEIGHT = 317, 173
+"""Size in SVG units. About the width of a phone, so that text keeps its size there."""
+LEFT, TOP, RIGHT, BOTTOM = 36.0, 2.0, 312.0, 140.0
+"""Edges of the area in which values are drawn; the same in all plots, so that they align."""
+FONT_SIZE = 9
 SMOOTHED_FROM = 40
 """Number of points from which a noisy curve also gets a running mean."""
+MAX_TICKS_X, MAX_TICKS_Y = 6, 5
 
 
 @dataclass(frozen=True)
@@ -68,58 +36,36 @@ class Curve:
 
 def curve_svg(curve: Curve) -> str:
     """Return a line plot over the steps."""
-
-    def draw(axes: Axes) -> None:
-        many = curve.noisy and len(curve.steps) >= SMOOTHED_FROM
-        axes.plot(curve.steps, curve.values, color=ACCENT, alpha=0.3 if many else 1.0, linewidth=1.0 if many else 1.8)
-        if many:
-            axes.plot(curve.steps, _running_mean(curve.values), color=ACCENT)
-        axes.plot([curve.steps[-1]], [curve.values[-1]], "o", color=ACCENT, markersize=4.5, clip_on=False)
-        axes.margins(x=0.03, y=0.15)
-        axes.set_xlim(left=0)
-        if curve.from_zero:
-            axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: curve.write(value)))
-        axes.set_xlabel("step")
-
-    return _svg(draw, f"{curve.title} over the steps", curve.title)
+    many = curve.noisy and len(curve.steps) >= SMOOTHED_FROM
+    lines = [_Line(curve.steps, curve.values, ACCENT, width=1.0 if many else 1.8, opacity=0.3 if many else 1.0)]
+    if many:
+        lines.append(_Line(curve.steps, _running_mean(curve.values), ACCENT))
+    lines.append(_Line(curve.steps[-1:], curve.values[-1:], ACCENT, dot=2.2))
+    plot = _Plot(lines, "step", curve.write, x_from_zero=True, y_from_zero=curve.from_zero)
+    return plot.svg(f"{curve.title} over the steps")
 
 
 def dims_svg(dims: Sequence[int], before: Sequence[float] | None, after: Sequence[float], label: str) -> str:
     """Return a plot of a metric by Matryoshka dimension, before and after. Dimensions are evenly spaced: each is
     about half of the next."""
-
-    def draw(axes: Axes) -> None:
-        places = list(range(len(dims)))
-        lines = [("after", after, ACCENT)] if before is None else [("before", before, BEFORE), ("after", after, ACCENT)]
-        for name, values, colour in lines:
-            axes.plot(places, values, color=colour, marker="o", markersize=4.5)
-            is_upper = values[0] == max(line[1][0] for line in lines)
-            axes.annotate(
-                name, (0, values[0]), xytext=(0, 8 if is_upper else -8), textcoords="offset points", color=colour,
-                ha="center", va="bottom" if is_upper else "top",
-            )  # fmt: skip
-        axes.set_xticks(places, [str(dim) for dim in dims])
-        axes.set_xlabel("dimensions kept")
-        axes.margins(x=0.1, y=0.22)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2f}"))
-
-    return _svg(draw, f"{label} by number of dimensions", "dims")
+    places = list(range(len(dims)))
+    both = [("after", after, ACCENT)] if before is None else [("before", before, BEFORE), ("after", after, ACCENT)]
+    lines = [_Line(places, values, colour, dot=2.2) for _, values, colour in both]
+    plot = _Plot(lines, "dimensions kept", "{:.2f}".format, margin_x=0.1, margin_y=0.22)
+    plot.ticks_x = [(float(place), str(dim)) for place, dim in zip(places, dims, strict=True)]
+    highest = max(values[0] for _, values, _ in both)
+    plot.notes = [(0.0, values[0], name, colour, values[0] == highest) for name, values, colour in both]
+    return plot.svg(f"{label} by number of dimensions")
 
 
 def evaluations_svg(steps: Sequence[int], values: Sequence[float], label: str, final_step: int | None) -> str:
     """Return a plot of the deciding metric over the evaluations. A ring marks the weights that were kept."""
-
-    def draw(axes: Axes) -> None:
-        axes.plot(steps, values, color=ACCENT, marker="o", markersize=4)
-        if final_step is not None and final_step in steps:
-            value = values[list(steps).index(final_step)]
-            axes.plot([final_step], [value], "o", markersize=10, markerfacecolor="none", markeredgecolor=ACCENT)
-        axes.margins(x=0.06, y=0.2)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3f}"))
-        axes.set_xlabel("step")
-
-    return _svg(draw, f"{label} over the steps", "evaluations")
+    lines = [_Line(steps, values, ACCENT, dot=2.0)]
+    if final_step is not None and final_step in steps:
+        place = list(steps).index(final_step)
+        lines.append(_Line([final_step], [values[place]], ACCENT, dot=5.0, is_ring=True))
+    plot = _Plot(lines, "step", "{:.3f}".format, margin_x=0.06, margin_y=0.2)
+    return plot.svg(f"{label} over the steps")
 
 
 @dataclass(frozen=True)
@@ -135,21 +81,16 @@ def runs_svg(lines: Sequence[Line], label: str, write: Callable[[float], str], *
     """Return a plot of one quantity of several runs. `has_points`: mark every value, where they are few; otherwise long
     curves are drawn as their running mean."""
 
-    def draw(axes: Axes) -> None:
-        for line in lines:
-            many = not has_points and len(line.values) >= SMOOTHED_FROM
-            colour, style = RUNS[line.run % len(RUNS)], "-" if line.run < len(RUNS) else "--"
-            if many:
-                axes.plot(line.steps, line.values, color=colour, alpha=0.2, linewidth=0.8)
-            values = _running_mean(line.values) if many else line.values
-            axes.plot(line.steps, values, style, color=colour, marker="o" if has_points else "", markersize=4)
-            axes.plot([line.steps[-1]], [line.values[-1]], "o", color=colour, markersize=4.5, clip_on=False)
-        axes.margins(x=0.03, y=0.15)
-        axes.set_xlim(left=0)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
-        axes.set_xlabel("step")
-
-    return _svg(draw, f"{label} of several runs over the steps", f"runs {label}")
+    drawn = []
+    for line in lines:
+        many = not has_points and len(line.values) >= SMOOTHED_FROM
+        colour, is_dashed = RUNS[line.run % len(RUNS)], line.run >= len(RUNS)
+        if many:
+            drawn.append(_Line(line.steps, line.values, colour, width=0.8, opacity=0.2))
+        values = _running_mean(line.values) if many else line.values
+        drawn.append(_Line(line.steps, values, colour, is_dashed=is_dashed, dot=2.0 if has_points else 0.0))
+        drawn.append(_Line(line.steps[-1:], line.values[-1:], colour, dot=2.2))
+    return _Plot(drawn, "step", write, x_from_zero=True).svg(f"{label} of several runs over the steps")
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
@@ -159,29 +100,114 @@ def _running_mean(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _svg(draw: Callable[[Axes], None], description: str, salt: str) -> str:
-    with rc_context({**STYLE, "svg.hashsalt": salt}):
-        figure = Figure(figsize=(WIDTH, HEIGHT))
-        axes = figure.add_axes(PLACE)  # the same in all figures, so that they align
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        draw(axes)
-        figure.patch.set_alpha(0)
-        axes.patch.set_alpha(0)
-        target = io.StringIO()
-        figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return _inline(target.getvalue(), description)
+@dataclass(frozen=True)
+class _Line:
+    """Points joined by a line, or marked by dots of a radius, or both. A value that is not finite leaves a gap."""
+
+    xs: Sequence[float]
+    ys: Sequence[float]
+    colour: str
+    width: float = 1.8
+    opacity: float = 1.0
+    is_dashed: bool = False
+    dot: float = 0.0
+    is_ring: bool = False
+
+    def points(self) -> Iterator[tuple[float, float]]:
+        """Yield the points that can be drawn."""
+        return ((x, y) for x, y in zip(self.xs, self.ys, strict=True) if math.isfinite(x) and math.isfinite(y))
 
 
-def _inline(svg: str, description: str) -> str:
-    """Return the SVG for inlining: without prologue, fixed size or own fonts, with the page's colours."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
-    start = rf'<svg viewBox="\1" role="img" aria-label="{description}">'
-    svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', start, svg, count=1)
-    svg = re.sub(r' id="(?:figure|axes|patch|line2d|text|matplotlib\.axis|xtick|ytick|legend)_\d+"', "", svg)
-    svg = re.sub(r" ?font-family: [^;\"]*;?", "", svg)
-    svg = svg.replace("xlink:href", "href")
-    for stand_in, variable in COLOURS.items():
-        svg = svg.replace(stand_in, variable)
-    return re.sub(r"\s*\n\s*", "\n", svg).strip()
+@dataclass
+class _Plot:
+    """Lines over a grid, with numbers at the axes."""
+
+    lines: Sequence[_Line]
+    x_label: str
+    write: Callable[[float], str]
+    """Format of the numbers at the vertical axis."""
+    x_from_zero: bool = False
+    y_from_zero: bool = False
+    margin_x: float = 0.03
+    margin_y: float = 0.15
+    ticks_x: list[tuple[float, str]] = field(default_factory=list)
+    """Places and their names; without any, whole numbers."""
+    notes: list[tuple[float, float, str, str, bool]] = field(default_factory=list)
+    """Texts beside points: x, y, text, colour, and whether it stands above."""
+
+    def svg(self, description: str) -> str:
+        """Return the plot for inlining, without fonts or size of its own."""
+        points = [point for line in self.lines for point in line.points()] or [(0.0, 0.0)]
+        self.x = _Scale.over([x for x, _ in points], self.margin_x, LEFT, RIGHT, from_zero=self.x_from_zero)
+        self.y = _Scale.over([y for _, y in points], self.margin_y, BOTTOM, TOP, from_zero=self.y_from_zero)
+        parts = [*self._grid(), *(part for line in self.lines for part in self._drawn(line))]
+        for x, y, text, colour, is_above in self.notes:
+            place = self.y.at(y) + (-8.0 if is_above else 8.0 + 0.7 * FONT_SIZE)
+            parts.append(_text(self.x.at(x), place, text, colour, "middle"))
+        start = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(description)}">'
+        return "\n".join([start, *parts, "</svg>"])
+
+    def _grid(self) -> Iterator[str]:
+        for value in self.y.ticks(MAX_TICKS_Y):
+            place = self.y.at(value)
+            yield f'<path d="M{LEFT:g} {place:.1f}H{RIGHT:g}" fill="none" stroke="{GRID}" stroke-width="0.8"/>'
+            yield _text(LEFT - 4, place + 0.35 * FONT_SIZE, self.write(value), INK, "end")
+        yield f'<path d="M{LEFT:g} {BOTTOM:g}H{RIGHT:g}" fill="none" stroke="{GRID}" stroke-width="0.8"/>'
+        whole = [(value, f"{value:,.0f}") for value in self.x.ticks(MAX_TICKS_X, smallest=1.0)]
+        for value, name in self.ticks_x or whole:
+            yield _text(self.x.at(value), BOTTOM + 13, name, INK, "middle")
+        yield _text((LEFT + RIGHT) / 2, BOTTOM + 27, self.x_label, INK, "middle")
+
+    def _drawn(self, line: _Line) -> Iterator[str]:
+        path, is_down = "", False
+        for x, y in zip(line.xs, line.ys, strict=True):
+            is_there = math.isfinite(x) and math.isfinite(y)
+            if is_there:
+                path += f"{'L' if is_down else 'M'}{self.x.at(x):.1f} {self.y.at(y):.1f}"
+            is_down = is_there
+        look = f'stroke="{line.colour}" stroke-width="{line.width:g}" stroke-linecap="round"'
+        look += f' opacity="{line.opacity:g}"' if line.opacity < 1 else ""
+        look += ' stroke-dasharray="6 3"' if line.is_dashed else ""
+        if "L" in path:
+            yield f'<path d="{path}" fill="none" {look}/>'
+        fill = f'fill="none" stroke="{line.colour}"' if line.is_ring else f'fill="{line.colour}"'
+        for x, y in line.points() if line.dot else ():
+            yield f'<circle cx="{self.x.at(x):.1f}" cy="{self.y.at(y):.1f}" r="{line.dot:g}" {fill}/>'
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Linear map from values to the places between two edges."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+
+    @classmethod
+    def over(
+        cls, values: Sequence[float], margin: float, start: float, stop: float, *, from_zero: bool = False
+    ) -> _Scale:
+        """Return the scale that shows all values, with a margin in parts of their range."""
+        low, high = min(values), max(values)
+        # A single value stands in the middle of a range of its own size.
+        rest = margin * (high - low) if high > low else 0.05 * abs(high) or 0.05
+        return cls(0.0 if from_zero and high + rest > 0 else low - rest, high + rest, start, stop)
+
+    def at(self, value: float) -> float:
+        """Return the place of a value."""
+        return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
+
+    def ticks(self, at_most: int, smallest: float = 0.0) -> list[float]:
+        """Return round values of the range: multiples of 1, 2, 2.5 or 5 times a power of ten, `smallest` or more."""
+        least = max((self.high - self.low) / at_most, smallest)
+        power = 10.0 ** math.floor(math.log10(least))
+        steps = [factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least * (1 - 1e-9)]
+        step = next(one for one in steps if not smallest or one % smallest == 0)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [number * step for number in range(first, last + 1)]
+
+
+def _text(x: float, y: float, text: str, colour: str, anchor: str) -> str:
+    look = f'font-size="{FONT_SIZE}" fill="{colour}" text-anchor="{anchor}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(text)}</text>'

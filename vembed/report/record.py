@@ -97,7 +97,8 @@ def read_run(output_dir: str | Path) -> RunRecord:
     config_file, metrics_file = folder / "config.yaml", folder / "metrics.jsonl"
     if not config_file.is_file():
         raise UserError(f"{folder} has no config.yaml, so it is not the folder of a run")
-    config = yaml.safe_load(config_file.read_text(encoding="utf-8")) or {}
+    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader  # in C: ten times as fast
+    config = yaml.load(config_file.read_text(encoding="utf-8"), Loader=loader) or {}
     steps: list[dict[str, Any]] = []
     evaluations: list[Evaluation] = []
     for line in metrics_file.read_text(encoding="utf-8").splitlines() if metrics_file.is_file() else []:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -72,9 +73,13 @@ def collect_versions() -> dict[str, str]:
     """Return versions of Python, the system and packages that can affect a result. Packages not installed are left
     out."""
     versions = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
-    for name in REPORTED_PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = ((name, _version_of(name)) for name in REPORTED_PACKAGES)
+    return versions | {name: version for name, version in found if version is not None}
+
+
+@cache
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from vembed.data.cache import cache_folder
+from vembed.config.user_folders import cache_folder
 from vembed.data.row_store import RowStore, StoreKind
 from vembed.distributed import collectives
 from vembed.distributed.session import Session

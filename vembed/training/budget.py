@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Features, Featuriser
 from vembed.distributed import collectives
+from vembed.distributed.devices import seed_draws
 from vembed.distributed.estimate import CPU_MICRO_BATCH_TOKENS, GIB, OPTIMIZER_BYTES, Demand, measure
 from vembed.distributed.parameters import (
     discard_passes,
@@ -167,7 +168,7 @@ def measure_demand(
 
 def _pass(model: nn.Module, modality: Modality, inputs: dict[str, Tensor], session: Session) -> None:
     """Run one micro-batch forward and backward. In a function of its own, so that nothing outlives a failure."""
-    torch.manual_seed(0)
+    seed_draws(0, session.device)
     with torch.enable_grad():
         outputs = model([(modality, _move(inputs, session.device))])
     if outputs[0].requires_grad:
@@ -207,7 +208,7 @@ def bytes_per_token(model: nn.Module, featuriser: Featuriser, session: Session, 
         points = []
         for inputs, tokens in _two_sizes(featuriser, modality, sample):
             saved.clear()
-            torch.manual_seed(0)
+            seed_draws(0, session.device)
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 outputs = model([(modality, _move(inputs, session.device))])
             points.append((tokens, sum(saved.values())))

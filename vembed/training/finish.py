@@ -24,6 +24,7 @@ from vembed.evaluation.scores import deciding_metric
 from vembed.inference.encoding import encode_items
 from vembed.models.precision import saved_dtype
 from vembed.models.quantized import is_quantized
+from vembed.report.report import write_report
 from vembed.report.summary import RunSummary, collect_versions
 from vembed.saving.card import Card
 from vembed.saving.durability import way_out
@@ -134,8 +135,6 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
     )
     if session.is_main:
         summary.save(output)
-        from vembed.report.report import write_report  # imports matplotlib, so it is not done before the first step
-
         write_report(output)
         log.info("model: %s", directory)
         log.info("report: %s", output / "report.html")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vembed.config.schema import TrainConfig
-from vembed.data.cache import cache_folder
+from vembed.config.user_folders import cache_folder
 from vembed.data.feature_store import FeatureStore, size_of_all
 from vembed.data.features import Features
 from vembed.data.feeding import Feeder, MicroBatch, ModalitySlice, ModelInputs

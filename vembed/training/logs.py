@@ -39,7 +39,7 @@ class SafeFormatter(logging.Formatter):
         super().__init__(pattern, "%Y-%m-%d %H:%M:%S")
         self.secrets = [
             value
-            for name, value in os.environ.items()
+            for name, value in os.environ.items()  # what is secret is known by the variable that holds it
             if any(mark in name.upper() for mark in SECRET_MARKS) and len(value) >= MIN_SECRET_LENGTH
         ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from vembed.config.loading import Source, require_earlier_stage, resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.data.in_memory import as_path
-from vembed.distributed.environment import RankInfo
+from vembed.distributed.environment import RankInfo, launched_rank
 from vembed.distributed.session import start_session
 from vembed.errors import UserError
 from vembed.own.objects import as_options
@@ -70,7 +69,7 @@ def train(
 
     with (
         lock,
-        run_logging(settings, rank=int(os.environ.get("RANK", "0"))) as outlets,
+        run_logging(settings, rank=launched_rank()) as outlets,
         Interrupts(settings) as interrupts,
         start_session(resolved, introduce) as session,
         Checkpointer(settings, session) as checkpointer,

@@ -23,7 +23,7 @@ from vembed.data.feeding import MicroBatch, ModelInputs, row_index
 from vembed.data.microbatches import LockstepSplit
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
-from vembed.distributed.devices import matmul_precision
+from vembed.distributed.devices import matmul_precision, seed_draws
 from vembed.distributed.parameters import reshard, set_gradient_sync, set_keep_gathered
 from vembed.distributed.session import Session
 from vembed.families.table import Modality
@@ -350,7 +350,7 @@ class ContrastiveStep:
     # ---- parts of the stages -----------------------------------------------------------------------------------
 
     def _forward(self, inputs: ModelInputs, batch: int, micro_batch: int) -> tuple[list[Tensor], Parts]:
-        torch.manual_seed(seed_of(self.seed, batch, self.session.rank, micro_batch))
+        seed_draws(seed_of(self.seed, batch, self.session.rank, micro_batch), self.session.device)
         outputs: list[Tensor]
         if self.auxiliary is None:
             outputs = self.model(inputs)

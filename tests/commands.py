@@ -1,0 +1,212 @@
+"""`command` and `start`: the `vembed` command as a process of its own that has imported everything already.
+
+`python -m vembed` imports for four seconds, and so does each rank that it starts. Here both are forked from the server
+of `tests.harness`. Arguments, environment, folder, standard streams, session, signals and exit codes are those of a
+real process. Tests of what starting itself does (other launchers, no torch, an installed script) use the real command.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import multiprocessing
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.harness import forkserver
+
+PR_SET_PDEATHSIG = 1
+CODE = "-c"
+"""In place of a module's name: the first word is a program."""
+
+
+class Started:
+    """A running command, with the part of `subprocess.Popen` that tests use."""
+
+    def __init__(self, process: multiprocessing.Process) -> None:
+        self._process = process
+        self.pid: int = process.pid  # type: ignore[assignment]
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("vembed", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def start(
+    *words: str,
+    module: str = "vembed",
+    stdout: Path | None = None,
+    stderr: Path | None = None,
+    folder: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    max_file_bytes: int | None = None,
+    has_streams: bool = True,
+) -> Started:
+    """Start `python -m MODULE WORDS` in a folder, the current one by default, and in a session of its own. Output is
+    appended to the files.
+
+    `max_file_bytes`: a limit on the size of each file that it writes, as on a full disk. `has_streams=False`: with the
+    standard streams closed.
+    """
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {})}
+    streams = tuple(str(path or os.devnull) for path in (stdout, stderr)) if has_streams else ()
+    arguments = (module, list(words), str(folder or Path.cwd()), environment, streams, max_file_bytes)
+    process = forkserver().Process(target=_main, args=arguments, daemon=True)
+    process.start()
+    return Started(process)
+
+
+def command(
+    *words: str, module: str = "vembed", env: Mapping[str, str] | None = None, timeout: float = 100
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m MODULE WORDS` in the current folder; return how it ended and what it said."""
+    with tempfile.TemporaryDirectory(prefix="vembed-command-") as folder:
+        out, err = (Path(folder, name) for name in ("stdout", "stderr"))
+        process = start(*words, module=module, stdout=out, stderr=err, env=env)
+        try:
+            code = process.wait(timeout)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return subprocess.CompletedProcess(["vembed", *words], code, out.read_text(), err.read_text())
+
+
+def _main(
+    module: str,
+    words: Sequence[str],
+    folder: str,
+    environment: Mapping[str, str],
+    streams: Sequence[str],
+    max_file_bytes: int | None,
+) -> NoReturn:
+    """Become the command. Runs in a process that the server has forked."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    if max_file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if streams:
+        numbers = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644) for path in streams]
+        _use_streams(os.open(os.devnull, os.O_RDONLY), *numbers)
+    else:
+        os.closerange(0, 3)
+        sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]
+    subprocess.Popen = _ForkingPopen  # type: ignore[misc]
+    _run(module, words)
+
+
+class _ForkingPopen(subprocess.Popen[Any]):
+    """`subprocess.Popen` that forks this process where the command is `python -m MODULE`: a rank, or a worker."""
+
+    def _execute_child(  # type: ignore[override]
+        self, args: Any, executable: Any, preexec_fn: Callable[[], None] | None, close_fds: bool, pass_fds: Any,
+        cwd: str | None, env: Mapping[str, str] | None, startupinfo: Any, creationflags: int, shell: bool,
+        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *others: Any,
+    ) -> None:  # fmt: skip
+        *_, start_new_session, _ = others  # the last one is process_group
+        words = list(args) if not isinstance(args, str) else []
+        if words[:2] != [sys.executable, "-m"]:
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *others,
+            )  # fmt: skip
+            return
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._become(words, preexec_fn, cwd, env, start_new_session, p2cread, c2pwrite, errwrite)
+            finally:
+                os._exit(1)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _become(
+        words: Sequence[str], preexec_fn: Callable[[], None] | None, cwd: str | None, env: Mapping[str, str] | None,
+        start_new_session: bool, *pipes: int,
+    ) -> NoReturn:  # fmt: skip
+        for number in signal.valid_signals():  # as exec does: what was handled has its default again
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if start_new_session:
+            os.setsid()
+        if cwd is not None:
+            os.chdir(cwd)
+        if preexec_fn is not None:
+            preexec_fn()
+        if env is not None:
+            environment = dict(env)
+            os.environ.clear()
+            os.environ.update(environment)
+        _use_streams(*(own if pipe == -1 else pipe for own, pipe in enumerate(pipes)))
+        os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        _run(words[2], words[3:])
+
+
+def _use_streams(*numbers: int) -> None:
+    """Make the open files the standard streams."""
+    for own, number in enumerate(numbers):
+        os.dup2(number, own)
+    # As Python opens them: errors are written line by line.
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _run(module: str, words: Sequence[str]) -> NoReturn:
+    """Run a module as `python -m` does, and end this process as Python does."""
+    code = 0
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* found in sys.modules", category=RuntimeWarning)
+            if module == CODE:
+                sys.argv = [CODE, *words[1:]]
+                exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})
+            else:
+                sys.argv = [module, *words]
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
