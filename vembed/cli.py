@@ -203,7 +203,7 @@ def encode(
     _end(call)
 
 
-app.command()(cli_search.tune)
+app.command(cls=JsonCommand)(cli_search.tune)
 app.command()(cli_weights.score)
 app.command(cls=JsonCommand)(cli_weights.merge)
 app.command(cls=JsonCommand)(cli_weights.edit)
@@ -298,8 +298,10 @@ def plan(words: Words = None) -> None:
     _end(call)
 
 
-app.command()(cli_export.export)
-app.command("check-server")(cli_export.check_server)
+app.command(cls=JsonCommand)(cli_export.export)
+app.command()(cli_export.serve)
+app.command("check-server", cls=JsonCommand)(cli_export.check_server)
+app.command(cls=JsonCommand)(cli_export.push)
 app.command()(cli_start.init)
 app.command(context_settings=WORDS_ARE_OURS)(cli_start.data)
 app.command(cls=JsonCommand)(cli_start.report)
@@ -386,21 +388,27 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
     if {"-h", "--help"} & set(words):
         sys.stdout.write(train_help())
         return 0
-    arguments = parse_train_arguments(words)
-    from vembed.stages.sequence import road_of_arguments, run_stages
+    rest, (json_file,) = taken_flags(json_words(words), ("--json",))
+    arguments = parse_train_arguments(rest)
+    from vembed.stages.sequence import results_of, road_of_arguments, run_stages
     from vembed.tools.train_command import run_train
 
     road = road_of_arguments(arguments)
-    if road is not None:
-        return run_stages(road, arguments, run_process, starts_processes=starts_processes)
-
-    return run_train(arguments, starts_processes=starts_processes)
+    with json_result(json_file) as give:
+        if road is None:
+            return run_train(arguments, starts_processes=starts_processes, give=give if json_file else None)
+        code = run_stages(road, arguments, run_process, starts_processes=starts_processes)
+        if code == 0 and json_file and not arguments.is_dry_run:
+            give(results_of(road))
+        return code
 
 
 def _make_data(verb: Literal["mine", "audit", "generate"], about: str | None, words: Sequence[str]) -> int:
-    from vembed.tools.mine_command import make_data
+    from vembed.tools.mine_command import ignore, make_data
 
-    return make_data(verb, " ".join(str(about).split()), words)
+    rest, (json_file,) = taken_flags(json_words(words), ("--json",))
+    with json_result(json_file) as give:
+        return make_data(verb, " ".join(str(about).split()), rest, give if json_file else ignore)
 
 
 def _arguments(verb: str, about: str | None, words: Sequence[str]) -> TrainArguments:

@@ -1,4 +1,4 @@
-"""Verbs of the `vembed` command for models that leave vembed: export and check-server."""
+"""Verbs of the `vembed` command for models that leave vembed: export, serve, check-server and push."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vembed.cli_support import AnyModel, TrustRemoteCode, end, word
+from vembed.cli_support import AnyModel, JsonOutput, TrustRemoteCode, end, json_result, word
 from vembed.errors import UserError
 
 FORMATS = ("safetensors", "onnx", "static", "openvino", "gguf")
@@ -43,6 +43,7 @@ def export(
     ] = "",
     merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into the weights.")] = False,
     trust_remote_code: TrustRemoteCode = False,
+    json_file: JsonOutput = None,
 ) -> None:
     """Write a trained model in the format of another runtime, compared with the model; without --format, copy its
     folder, or make one of a checkpoint. --merge merges its adapter."""
@@ -55,17 +56,48 @@ def export(
         if not (form or precision or server):
             from vembed.tools.export import run_export
 
-            path = run_export(model, output, merge=merge)
-            sys.stdout.write(f"wrote {path}\n")
+            with json_result(json_file) as give:
+                path = run_export(model, output, merge=merge)
+                sys.stdout.write(f"wrote {path}\n")
+                give({"path": path, "format": "copy", "check": None})
             return
         if merge:
             raise UserError("--merge is for a copy; --format merges every adapter: leave it out")
         from vembed.tools.export import run_export_as
 
-        run_export_as(
-            model, output, form, precision, server, check=check, data=data, tolerance=tolerance,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+        with json_result(json_file) as give:
+            exported = run_export_as(
+                model, output, form, precision, server, check=check, data=data, tolerance=tolerance,
+                trust_remote_code=trust_remote_code,
+            )  # fmt: skip
+            give(exported)
+
+    end(call)
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="A model folder, a Hub name, a run, a checkpoint, or an export to ONNX or OpenVINO.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: of every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one, which is printed.")] = 8080,
+    served_name: Annotated[str | None, typer.Option(help="Name of the model. Default: that of its folder.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one.")] = None,
+    truncate_dim: Annotated[int | None, typer.Option(min=1, help="Keep only the first so many numbers.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Serve embeddings over HTTP: OpenAI's /v1/embeddings and TEI's /embed, with the vectors of `vembed.Embedder`. It
+    has no authentication."""
+
+    def call() -> None:
+        from vembed.tools.model_argument import usable_model
+        from vembed.tools.serve_command import run_serve
+
+        with usable_model(model) as found:
+            run_serve(
+                found, host=host, port=port, served_name=served_name, device=device, truncate_dim=truncate_dim,
+                trust_remote_code=trust_remote_code,
+            )  # fmt: skip
 
     end(call)
 
@@ -78,6 +110,7 @@ def check_server(
         str | None, typer.Option(help="Name of the model at the server. Default: MODEL as it is given.")
     ] = None,
     tolerance: Annotated[float, typer.Option(help="Largest cosine distance.")] = 1e-3,
+    json_file: JsonOutput = None,
 ) -> None:
     """Compare a running embedding server with the model, batch by batch. Exit code 1 if they differ."""
 
@@ -85,10 +118,33 @@ def check_server(
         from vembed.export.server_check import check_server as run_check
         from vembed.tools.model_argument import usable_model
 
-        with usable_model(model) as found:
-            run_check(
+        with json_result(json_file) as give, usable_model(model) as found:
+            largest = run_check(
                 url, found, data=data, served_name=served_name, tolerance=tolerance,
                 say=lambda line: sys.stdout.write(line + "\n"),
             )  # fmt: skip
+            give({"url": url, "model": model, "largest_distance": largest, "tolerance": tolerance})
+
+    end(call)
+
+
+def push(
+    model: Annotated[str, typer.Argument(metavar="RUN", help="The output_dir of a finished run, or a model folder.")],
+    repository: Annotated[str, typer.Argument(help="Repository on the Hub: user/name.")],
+    public: Annotated[bool, typer.Option("--public", help="Make the repository public. Default: private.")] = False,
+    report: Annotated[
+        bool, typer.Option(help="With the report of the run, which shows texts of the validation data.")
+    ] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files; send nothing.")] = False,
+    json_file: JsonOutput = None,
+) -> None:
+    """Push a model to the Hub, with its card, the report and a description of the training data. Private by default.
+    The token is that of `hf auth login` or of HF_TOKEN. What is there already is not sent again."""
+
+    def call() -> None:
+        from vembed.tools.push_command import run_push
+
+        with json_result(json_file) as give:
+            give(run_push(model, repository, public=public, report=report, is_dry_run=dry_run))
 
     end(call)

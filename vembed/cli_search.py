@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vembed.cli_support import end
+from vembed.cli_support import JsonOutput, end, json_result
 
 
 def tune(
@@ -19,6 +19,7 @@ def tune(
     nproc: Annotated[int, typer.Option("--nproc", min=0, help="Trials at once. 0: one for each GPU.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the options, their ranges and the trials.")] = False,
+    json_file: JsonOutput = None,
 ) -> None:
     """Search for better values of the few options that matter, and write the best config as YAML."""
 
@@ -27,6 +28,7 @@ def tune(
 
         names = tuple(name.strip() for name in options.split(",") if name.strip())
         search = Search(config, tuple(overrides or ()), Path(output), trials, names, seed)
-        return run_tune(search, nproc=nproc, is_dry_run=dry_run)
+        with json_result(json_file) as give:
+            return run_tune(search, nproc=nproc, is_dry_run=dry_run, give=give)
 
     end(call)

@@ -8,14 +8,17 @@ from typing import Annotated
 
 import typer
 
-from vembed.cli_support import ColumnMapping, JsonOutput, column_mapping_of, end, json_result
+from vembed.cli_support import ColumnMapping, JsonOutput, column_mapping_of, end, json_result, json_words, taken_flags
 
 
 def init(
     family: Annotated[str, typer.Option(help="Kind of model: text_encoder, text_decoder, clip, ...")] = "text_encoder",
     data: Annotated[str, typer.Option(help="Training data; its first records are looked at.")] = "train.jsonl",
     val_data: Annotated[str | None, typer.Option(help="Validation data.")] = None,
-    model: Annotated[str | None, typer.Option(help="Hub name or folder. Default: a good one of that kind.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Hub name or folder; demo: that of `vembed demo`. Default: a good one of that kind."),
+    ] = None,
     query: Annotated[str | None, typer.Option(help="The column of the queries. Default: guessed.")] = None,
     positive: Annotated[str | None, typer.Option(help="The column of what they should find. Default: guessed.")] = None,
     column_mapping: ColumnMapping = "",
@@ -61,11 +64,15 @@ def data(words: Words = None) -> None:
         if {"-h", "--help"} & set(words or []):
             sys.stdout.write(f"Usage: vembed data CFG [KEY=VALUE | --OPTION VALUE] ...\n\n{data.__doc__}\n")
             return
-        arguments = parse_train_arguments(words or [])
+        rest, (json_file,) = taken_flags(json_words(words or []), ("--json",))
+        arguments = parse_train_arguments(rest)
         config = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage).config
-        from vembed.start.data_page import data_page
+        from vembed.start.data_page import data_facts
 
-        sys.stdout.write(data_page(config))
+        with json_result(json_file) as give:
+            facts = data_facts(config)
+            sys.stdout.write(facts.page)
+            give(facts.figures)
 
     end(call)
 

@@ -66,3 +66,26 @@ def test_scores_and_vectors(vembed: Command, folder: str) -> None:
     assert encoded["num_dims"] > 0 and Path("vectors.npy").is_file()
     merged = read(vembed, "merge", folder, folder, "--output", "merged")
     assert merged["model_dir"].endswith("merged") and merged["recipe"]["method"] == "mean"
+
+
+def test_data_training_and_search(vembed: Command, folder: str) -> None:
+    facts = read(vembed, "data", "cfg.yaml")
+    assert facts["num_examples"] == 16 and facts["sources"][0]["num_examples"] == 16
+    assert facts["repetitions"]["queries"]["different"] == 16 and facts["lengths"]["queries"]["measured"] == 16
+    assert read(vembed, "train", "cfg.yaml", "--dry-run")["options"]["batch_size"] == 8
+    short = ["val_data_path=train.jsonl", "max_steps=1", "report_to=none"]
+    trained = read(vembed, "train", "cfg.yaml", *short)
+    assert trained["last_step"] == 1 and trained["metric"] == "ndcg@10" and trained["after"]["ndcg@10"] > 0
+    assert (Path(trained["model_dir"]) / "modules.json").is_file()
+    found = read(vembed, "tune", "cfg.yaml", *short, "--trials", "1")
+    assert Path(found["best_config"]).is_file() and len(found["trials"]) == 1 and found["score"] > 0
+
+
+def test_data_that_are_made(vembed: Command, folder: str) -> None:
+    mined = read(vembed, "mine", "data_path=train.jsonl", f"model_name={folder}", "output_path=mined.jsonl")
+    assert mined["num_rows"] == 16 and mined["counts"]["candidates"] > 0 and Path(mined["output_path"]).is_file()
+    audited = read(vembed, "audit", "data_path=train.jsonl", "output_path=audit.html")
+    assert audited["report"] and audited["output_path"] == "audit.html"
+    Path("documents.jsonl").write_text("".join(f'{{"text": "{text}. And {text}."}}\n' for text in texts(8)))
+    made = read(vembed, "generate", "corpus_path=documents.jsonl", "output_path=made.jsonl")
+    assert made["num_rows"] == sum(made["kept"].values())

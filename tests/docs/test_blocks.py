@@ -35,11 +35,11 @@ from vembed.tools.mine_command import run_audit, run_generate, run_mine
 from vembed.tools.train_command import run_train
 
 KNOWN_ELSEWHERE = {
-    "cd", "git", "hf", "kubectl", "nvidia-smi", "pip", "sbatch", "tee", ".venv/bin/pre-commit",
+    "cd", "cp", "curl", "git", "hf", "kubectl", "nvidia-smi", "pip", "sbatch", "tee", ".venv/bin/pre-commit",
 }  # fmt: skip
 """Commands of others; of them only the paths of the checkout that they name are looked at."""
-NOT_RUN = ("import mteb",)
-"""Python that needs a network."""
+NOT_RUN = ("import mteb", "localhost:8080")
+"""Python that needs a network, or a server; tests/docs/test_tutorial.py runs the tutorial's."""
 
 DATA_VERBS = {"mine": run_mine, "audit": run_audit, "generate": run_generate}
 
@@ -156,7 +156,7 @@ def started_by(parser: ArgumentParser, words: list[str]) -> None:
 def check_vembed(words: list[str]) -> None:
     verb, *rest = words
     if verb == "train":
-        dry_run(rest)
+        dry_run(taken_flags(json_words(rest), ("--json",))[0])
     elif verb in DATA_VERBS:
         assert rest == ["--help"] or DATA_VERBS[verb]([*rest, "--dry-run"]) == 0
     elif verb in ("config", "plan"):

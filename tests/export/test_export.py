@@ -17,10 +17,12 @@ from typer.testing import CliRunner, Result
 import vembed
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed.cli import app
+from vembed.errors import UserError
 from vembed.export import onnx_format
 from vembed.export.check import distances
 from vembed.export.onnx_format import OnnxFormat
 from vembed.export.safetensors_format import SafetensorsFormat
+from vembed.serve.encoder import open_encoder
 
 QUERY_PROMPT = "red green: "
 
@@ -179,6 +181,19 @@ def test_a_static_student(tmp_path: Path) -> None:
     mean = table[ids].mean(axis=0)
     np.testing.assert_allclose(both, mean / np.linalg.norm(mean), atol=1e-5)
     assert not np.allclose(one, other)
+
+
+def test_an_export_is_served_in_its_runtime(exported: Path) -> None:
+    encoder = open_encoder(str(exported))
+    given = ["red", "a small bird in the garden"]
+    model = vembed.Embedder(model_folder())
+    for kind in ("query", None):
+        vectors, num_tokens = encoder.encode(given, kind)
+        wanted = model.encode(given, "query") if kind else model.encode(given, prompt="")
+        np.testing.assert_allclose(vectors, wanted, atol=1e-6)
+        assert num_tokens > 8 and encoder.max_length == model.description.max_length
+    with pytest.raises(UserError, match="runs on the CPU at its own size"):
+        open_encoder(str(exported), truncate_dim=8)
 
 
 # ---- check-server --------------------------------------------------------------------------------------------------

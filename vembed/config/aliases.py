@@ -95,6 +95,7 @@ ALIASES: dict[str, str] = {
     "save_steps": "save_every",
     "logging_steps": "log_every log_interval log_every_n_steps",
     "run_name": "wandb_name",
+    "push_to_hub": "hub_model_id",
     "resume": "resume_from_checkpoint",
 }
 """Map from an option to its aliases. They are valid at the top of a config, inside every block, and as flags."""

@@ -38,6 +38,7 @@ LAUNCH_FLAGS = {
     "quiet": ("", "Only warnings and errors on the console."),
     "debug": ("", "A detailed log per process in output_dir/logs/."),
     "dry-run": ("", "Print what would be trained and launched, and the data; load no model, and end."),
+    "json": ("[FILE.json]", "The result as JSON: alone on standard output, or in this file."),
     "all": ("", "With --dry-run: the options that have their default too."),
 }
 """Flags that `--help` lists. Every option of the config is a flag as well."""

@@ -15,7 +15,7 @@ OWN_FILES = frozenset({
     "config.yaml", "metrics.jsonl", "run.json", "report.html", "report.md", "final", "tensorboard", "logs",
 })  # fmt: skip
 """Files and folders of output_dir that a run writes, replaces or cuts."""
-_CHECKPOINT = re.compile(r"checkpoint-\d+.*|\.(final|probe-\d+).*")
+_CHECKPOINT = re.compile(r"checkpoint-\d+.*|\.(final|hub|probe-\d+).*")
 
 
 def is_own(config: TrainConfig, name: str) -> bool:

@@ -319,6 +319,7 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
     "use_lora": LORA,
     "save_steps": ("async_save",),
     "image_model_name": ("composed_dim",),
+    "push_to_hub": ("push_public",),
 }
 """Map from an option to the options that have no effect without it."""
 

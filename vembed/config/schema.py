@@ -441,6 +441,11 @@ class OutputOptions(Frozen, title="evaluation, logging, saving"):
     """Project in wandb or trackio, experiment in MLflow."""
     wandb_tags: list[str] = Field(default_factory=list)
     """Tags of the run in wandb."""
+    push_to_hub: str | None = None
+    """Repository on the Hub (user/name) that gets each best checkpoint, as a commit with the tag step-N, and in the end
+    `final/` with card, report and a description of the data. The token is that of the login or of HF_TOKEN."""
+    push_public: bool = False
+    """push_to_hub: make the repository public. Default: private."""
     console: Literal["normal", "verbose", "quiet"] = "normal"
     """Lines on the console: five on the set-up, then steps and scores; all lines of the log file (also `--verbose`); or
     only warnings (also `--quiet`)."""

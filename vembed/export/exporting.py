@@ -54,6 +54,8 @@ class Exported:
     path: Path
     check: Check | None
     description: ModelDescription
+    facts: dict[str, Any]
+    """Content of export.json."""
 
 
 def export_model(
@@ -95,11 +97,11 @@ def export_model(
             result = _write_and_check(kind, job, folder, found, tolerance or TOLERANCE[precision], form)
         else:
             kind.write(job, folder)
-        _describe(folder, embedder, form, precision, result)
+        facts = _describe(folder, embedder, form, precision, result)
         if server is not None:
             dim = embedder.truncate_dim or embedder.description.embedding_dim
             write_server_files(server, folder, embedder.description, dim)
-    return Exported(target, result, embedder.description)
+    return Exported(target, result, embedder.description, facts)
 
 
 def _default_precision(form: FormatName, description: ModelDescription) -> WeightPrecision:
@@ -169,8 +171,8 @@ def _with_scores(result: Check, reader: ExportReader, judged: Any, before: float
 
 def _describe(
     folder: Path, embedder: Embedder, form: FormatName, precision: WeightPrecision, check: Check | None
-) -> None:
-    """Write export.json and the card."""
+) -> dict[str, Any]:
+    """Write export.json and the card; return the content of the first."""
     description = embedder.description
     facts = {
         "format": form,
@@ -185,6 +187,7 @@ def _describe(
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else render_card(description, Card())
     card.write_text(text.rstrip() + "\n\n" + "\n".join(section) + "\n", encoding="utf-8")
+    return facts
 
 
 def _bullets(check: Check) -> list[str]:

@@ -25,16 +25,16 @@ class FolderTexts:
         self.max_length = int((read_object(folder / LENGTH_FILE) or {})["max_seq_length"])
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
-    def token_ids(self, text: str, kind: Kind) -> list[int]:
+    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return the token ids of a text with its prompt."""
         ids: list[int] = self.tokenizer(
-            self.prompts.get(kind, "") + text, truncation=True, max_length=self.max_length
+            self.prompts.get(kind or "", "") + text, truncation=True, max_length=self.max_length
         ).input_ids
         return ids
 
-    def padded(self, texts: list[str], kind: Kind) -> dict[str, np.ndarray]:
+    def padded(self, texts: list[str], kind: Kind | None) -> dict[str, np.ndarray]:
         """Return int64 `input_ids` and `attention_mask` of a batch."""
-        given = [self.prompts.get(kind, "") + text for text in texts]
+        given = [self.prompts.get(kind or "", "") + text for text in texts]
         found = self.tokenizer(given, padding=True, truncation=True, max_length=self.max_length, return_tensors="np")
         return {name: found[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
 

@@ -34,11 +34,11 @@ class ExportReader(Protocol):
     runtime: str
     """Name and version of the runtime."""
 
-    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
-        """Return [n, d] float32 embeddings of the texts."""
+    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
+        """Return [n, d] float32 embeddings of the texts. `kind`: whose prompt is put before them; None for none."""
         ...
 
-    def token_ids(self, text: str, kind: Kind) -> list[int]:
+    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return the ids that the runtime gives the model for a text."""
         ...
 

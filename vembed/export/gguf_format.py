@@ -82,13 +82,13 @@ class GgufReader:
             str(folder / GGUF_FILE), embedding=True, n_ctx=length, n_batch=length, n_ubatch=length, verbose=False
         )
 
-    def token_ids(self, text: str, kind: Kind) -> list[int]:
+    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return llama.cpp's own token ids of a text with its prompt."""
-        given = self.texts.prompts.get(kind, "") + text
+        given = self.texts.prompts.get(kind or "", "") + text
         ids: list[int] = self.model.tokenize(given.encode(), add_bos=True, special=True)
         return ids[: self.texts.max_length]
 
-    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
+    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
         """Return [n, d] embeddings."""
-        prompt = self.texts.prompts.get(kind, "")
+        prompt = self.texts.prompts.get(kind or "", "")
         return np.array([self.model.embed(prompt + text, normalize=True, truncate=True) for text in texts], np.float32)

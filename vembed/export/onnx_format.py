@@ -88,11 +88,11 @@ class OnnxReader:
         )
         self.names = [one.name for one in self.session.get_inputs()]
 
-    def token_ids(self, text: str, kind: Kind) -> list[int]:
+    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return the token ids of a text with its prompt."""
         return self.texts.token_ids(text, kind)
 
-    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
+    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
         """Return [n, d] embeddings. Texts of similar length share a batch, because padding costs time."""
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         found: list[Any] = [None] * len(texts)

@@ -58,11 +58,11 @@ class OpenvinoReader:
         self.model: Any = openvino.Core().compile_model(str(folder / OPENVINO_FILE), "CPU")
         self.names = [one.get_any_name() for one in self.model.inputs]
 
-    def token_ids(self, text: str, kind: Kind) -> list[int]:
+    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return the token ids of a text with its prompt."""
         return self.texts.token_ids(text, kind)
 
-    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
+    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
         """Return [n, d] embeddings."""
         found = []
         for start in range(0, len(texts), 16):

@@ -63,12 +63,15 @@ class SentenceTransformersReader:
         with quiet_transformers():
             self.model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
 
-    def token_ids(self, text: str, kind: Kind) -> list[int]:
+    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return the token ids of a text with its prompt."""
         return FolderTexts(self.folder).token_ids(text, kind)
 
-    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
+    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
         """Return [n, d] embeddings."""
-        encode = self.model.encode_query if kind == "query" else self.model.encode_document
-        vectors: np.ndarray = encode(texts, show_progress_bar=False, batch_size=16)
+        encode = {"query": self.model.encode_query, "document": self.model.encode_document}.get(kind or "")
+        if encode is None:
+            vectors: np.ndarray = self.model.encode(texts, prompt="", show_progress_bar=False, batch_size=16)
+        else:
+            vectors = encode(texts, show_progress_bar=False, batch_size=16)
         return vectors.astype(np.float32)

@@ -83,12 +83,12 @@ class StaticReader:
         with quiet_transformers():
             self.model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
 
-    def token_ids(self, text: str, kind: Kind) -> list[int]:  # noqa: ARG002 - a student has no prompts
+    def token_ids(self, text: str, kind: Kind | None) -> list[int]:  # noqa: ARG002 - a student has no prompts
         """Return the token ids of a text."""
         found: list[int] = self.model.tokenizer.encode(text, add_special_tokens=False).ids
         return found
 
-    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:  # noqa: ARG002 - a student has no prompts
+    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:  # noqa: ARG002 - a student has no prompts
         """Return [n, d] embeddings."""
         vectors: np.ndarray = self.model.encode(texts, show_progress_bar=False)
         return vectors.astype(np.float32)

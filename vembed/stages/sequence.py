@@ -18,7 +18,7 @@ from vembed.errors import RunError, UserError
 from vembed.stages.fingerprint import of_options, of_training
 from vembed.stages.requirements import check_requirements
 from vembed.stages.stages_report import write_report
-from vembed.tools.train_command import run_train
+from vembed.tools.train_command import result_of, run_train
 
 STATE_FILE = "stage.json"
 """In the folder of each step: its fingerprint, and whether it is done."""
@@ -86,6 +86,12 @@ def run_stages(
         path = write_report(road, STATE_FILE)
         _say(f"stages: all done; report: {path}", env)
     return 0
+
+
+def results_of(road: Road) -> list[dict[str, Any]]:
+    """Return the result of each training that has finished, in order, as JSON values."""
+    folders = [(step.name, road.folder(step.name)) for step in road.steps if step.kind == "train"]
+    return [{"stage": name, **result_of(folder)} for name, folder in folders if (folder / "final").is_dir()]
 
 
 def plan_stages(road: Road, arguments: TrainArguments, plan: Callable[[TrainArguments], int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,21 @@ MOST_MEASURED = 2_000
 SHOWN_LENGTH = 300
 
 
+@dataclass(frozen=True)
+class DataFacts:
+    """The data of a config: the page, and the same figures for programs."""
+
+    page: str
+    figures: dict[str, Any]
+
+
 def data_page(config: TrainConfig) -> str:
     """Return the page. Reads the data; of the model only its tokenizer, if it is on this machine."""
+    return data_facts(config).page
+
+
+def data_facts(config: TrainConfig) -> DataFacts:
+    """Return the page and the figures on it."""
     sets = open_sets(config, compares=True)
     description = describe(config) if local_model(config.model_name) is not None else None
     lines = [*sets.examples.summary()]
@@ -36,15 +50,29 @@ def data_page(config: TrainConfig) -> str:
         lines.append(f"validation: {sets.evaluation.summary()}")
     lines += [f"warning: {one}" for one in sets.warnings]
     examples = _spread(sets.examples, MOST_READ)
-    lines += ["", *_repetitions(examples, len(sets.examples)), *_negatives(examples)]
+    repetitions = _repetitions(examples)
+    lines += ["", *_repetition_lines(repetitions, len(examples), len(sets.examples)), *_negatives(examples)]
+    sizes = zip(sets.examples.names, sets.examples.sizes, strict=True)
+    figures: dict[str, Any] = {
+        "num_examples": len(sets.examples),
+        "num_counted": len(examples),
+        "sources": [{"name": name, "num_examples": size} for name, size in sizes],
+        "validation": None if sets.evaluation is None else sets.evaluation.summary(),
+        "warnings": list(sets.warnings),
+        "repetitions": repetitions,
+        "negatives_per_example": dict(sorted(Counter(len(one.negatives) for one in examples).items())),
+        "lengths": None,
+    }
     if len(sets.examples.names) > 1:
         lines += ["", *_side_by_side(sets.examples)]
     if description is None:
         lines += ["", f"samples and lengths: not shown, since {config.model_name} is not on this machine yet"]
-        return "\n".join(lines) + "\n"
+        return DataFacts("\n".join(lines) + "\n", figures)
     featuriser = Featuriser(description)
-    lines += ["", *_lengths(examples, featuriser, description), "", *_samples(sets, featuriser, description)]
-    return "\n".join(lines) + "\n"
+    lengths = _lengths(examples, featuriser, description)
+    figures |= {"lengths": lengths, "max_length": description.max_length}
+    lines += ["", *_length_lines(lengths, description), "", *_samples(sets, featuriser, description)]
+    return DataFacts("\n".join(lines) + "\n", figures)
 
 
 def _spread(store: ExampleStore, most: int) -> list[Example]:
@@ -52,16 +80,23 @@ def _spread(store: ExampleStore, most: int) -> list[Example]:
     return [store[index] for index in range(0, len(store), step)]
 
 
-def _repetitions(examples: Sequence[Example], total: int) -> list[str]:
+def _repetitions(examples: Sequence[Example]) -> dict[str, dict[str, int]]:
+    """Return the different queries, positives and pairs, and their repetitions."""
     queries = Counter(normal_key(one.query) for one in examples)
     positives = Counter(normal_key(item) for one in examples for item in one.positives)
     pairs = Counter((normal_key(one.query), normal_key(item)) for one in examples for item in one.positives)
+    named: list[tuple[str, Counter[Any]]] = [("queries", queries), ("positives", positives), ("pairs", pairs)]
+    found = {name: {"different": len(each), "repeated": sum(each.values()) - len(each)} for name, each in named}
     own = sum(normal_key(one.query) in {normal_key(item) for item in one.positives} for one in examples)
-    of = f" (of {len(examples):,d} examples spread over all {total:,d})" if len(examples) < total else ""
+    return {**found, "queries_that_are_their_positive": {"examples": own}}
+
+
+def _repetition_lines(counts: dict[str, dict[str, int]], num_counted: int, total: int) -> list[str]:
+    of = f" (of {num_counted:,d} examples spread over all {total:,d})" if num_counted < total else ""
     lines = [f"repetitions{of}: case, spaces and punctuation do not count"]
-    for name, counts in (("queries", queries), ("positives", positives), ("pairs", pairs)):
-        repeated = sum(counts.values()) - len(counts)
-        lines.append(f"  {name}: {len(counts):,d} different, {repeated:,d} repetitions")
+    for name in ("queries", "positives", "pairs"):
+        lines.append(f"  {name}: {counts[name]['different']:,d} different, {counts[name]['repeated']:,d} repetitions")
+    own = counts["queries_that_are_their_positive"]["examples"]
     if own:
         lines.append(f"  {own:,d} examples have their own query as a positive")
     return lines
@@ -115,14 +150,17 @@ def _negatives(examples: Sequence[Example]) -> list[str]:
     return lines
 
 
-def _lengths(examples: Sequence[Example], featuriser: Featuriser, description: ModelDescription) -> list[str]:
+def _lengths(
+    examples: Sequence[Example], featuriser: Featuriser, description: ModelDescription
+) -> dict[str, dict[str, int]]:
+    """Return the lengths of queries and documents in tokens; of images there are none."""
     step = -(-len(examples) // MOST_MEASURED)
     chosen = examples[::step]
-    lines = [f"lengths in tokens, with prompts and special tokens (at most {description.max_length:,d}):"]
     kinds: list[tuple[str, list[tuple[Item, Kind]]]] = [
         ("queries", [(one.query, "query") for one in chosen]),
         ("documents", [(item, "document") for one in chosen for item in (*one.positives, *one.negatives)]),
     ]
+    found = {}
     for name, items in kinds:
         texts = [one for one in featuriser.features(items) if one.modality == "text"]
         if not texts:
@@ -130,9 +168,20 @@ def _lengths(examples: Sequence[Example], featuriser: Featuriser, description: M
         lengths = np.asarray([one.length for one in texts])
         middle, most = np.quantile(lengths, [0.5, 0.99])
         full = int((lengths >= description.max_length).sum()) if not description.traits.has_fixed_length else 0
+        found[name] = {
+            "median": round(middle), "at_most_99_percent": round(most), "longest": int(lengths.max()),
+            "fill_max_length": full, "measured": len(texts),
+        }  # fmt: skip
+    return found
+
+
+def _length_lines(found: dict[str, dict[str, int]], description: ModelDescription) -> list[str]:
+    lines = [f"lengths in tokens, with prompts and special tokens (at most {description.max_length:,d}):"]
+    for name, one in found.items():
         lines.append(
-            f"  {name}: median {middle:,.0f}, 99 % at most {most:,.0f}, longest {lengths.max():,d}; {full:,d} of "
-            f"{len(texts):,d} fill max_length, and what is longer is cut there"
+            f"  {name}: median {one['median']:,d}, 99 % at most {one['at_most_99_percent']:,d}, longest "
+            f"{one['longest']:,d}; {one['fill_max_length']:,d} of {one['measured']:,d} fill max_length, and what is "
+            "longer is cut there"
         )
     return lines
 

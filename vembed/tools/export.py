@@ -6,6 +6,7 @@ import logging
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from vembed.errors import UserError
 
@@ -53,8 +54,9 @@ def run_export_as(
     data: str | None = None,
     tolerance: float | None = None,
     trust_remote_code: bool = False,
-) -> None:
-    """Export `model` in a format, or for a server, and print the result of the check and the start command."""
+) -> dict[str, Any]:
+    """Export `model` in a format, or for a server, and print the result of the check and the start command. Return
+    them as JSON values."""
     if Path(output).exists():
         raise UserError(f"{output} exists already; give a new folder")
     from vembed.export.exporting import export_model, precision_of
@@ -75,6 +77,9 @@ def run_export_as(
     for line in done.check.lines() if done.check is not None else ["not compared with the model (--no-check)"]:
         sys.stdout.write(f"check: {line}\n")
     sys.stdout.write(f"wrote {done.path}\n")
+    facts: dict[str, Any] = {"path": done.path, **done.facts}
     if served is not None:
         start = start_of(served, done.path, done.description)
         sys.stdout.write(f"start: {start.command}\n" + (f"note: {start.note}\n" if start.note else ""))
+        facts |= {"start": start.command, "note": start.note or None}
+    return facts

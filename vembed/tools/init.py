@@ -18,6 +18,10 @@ from vembed.start.ask import confirm, is_terminal
 from vembed.start.guess import guess
 from vembed.start.language import is_english
 from vembed.start.sample import FileSample, read_sample
+from vembed.tools.demo import demo_model
+
+DEMO = "demo"
+"""Name for --model: all-MiniLM-L6-v2 from the demo's package, without a network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ def starter(
             'records name them, such as {"query": "a cat", "positive": {"image": "cat.jpg"}} (docs/data.md)'
         )
     looked = look_at(read_sample(Path(data)), data, mapping or {})
-    name = model or kind.model_name
+    name = str(demo_model()) if model == DEMO else model or kind.model_name
     about = kind.about
     if model is None and kind.multilingual is not None and not is_english([*looked.queries, *looked.documents]):
         name, about = kind.multilingual, f"{kind.about} of many languages: the texts are not English"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from vembed.config.entries import Frozen
 from vembed.errors import UserError
@@ -15,8 +18,13 @@ from vembed.mining.config import BM25, AuditConfig, GenerateConfig, MineConfig
 from vembed.mining.mining_options import describe_options, load_options
 
 Verb = Literal["mine", "audit", "generate"]
+Give = Callable[[Any], object]
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
 LAUNCH_FLAGS = {"nproc": "num_processes", "num-machines": "num_machines", "machine-rank": "machine_rank"}
+
+
+def ignore(result: Any) -> None:
+    """Take a result that nobody asked for."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +83,13 @@ def parse_words(verb: str, words: Sequence[str]) -> Words:
     return Words(config, tuple(overrides), main_process_ip=ip, main_process_port=port, is_dry_run=is_dry_run, **numbers)
 
 
-def make_data(verb: Verb, about: str, words: Sequence[str]) -> int:
-    """Run a verb with its words, or print its help."""
+def make_data(verb: Verb, about: str, words: Sequence[str], give: Give = ignore) -> int:
+    """Run a verb with its words, or print its help. `give` gets the result; nothing in a dry run."""
     kind, run = VERBS[verb]
     if {"-h", "--help"} & set(words):
         sys.stdout.write(options_help(verb, about, kind))
         return 0
-    return run(words)
+    return run(words, give)
 
 
 def options_help(verb: str, about: str, kind: type[Frozen]) -> str:
@@ -91,7 +99,8 @@ def options_help(verb: str, about: str, kind: type[Frozen]) -> str:
         "",
         about,
         "",
-        "Flags: --dry-run, --nproc N; on several machines --num-machines N --machine-rank R --main-process-ip ADDRESS.",
+        "Flags: --dry-run, --json [FILE.json], --nproc N; on several machines --num-machines N --machine-rank R "
+        "--main-process-ip ADDRESS.",
         "",
         "Options, in the config file or as words:",
     ]
@@ -101,8 +110,9 @@ def options_help(verb: str, about: str, kind: type[Frozen]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def start_others(verb: str, words: Words) -> int | None:
-    """Start the verb on several processes and return its exit code; None where this is one of them, or the only one."""
+def start_others(verb: str, words: Words, give: Give) -> int | None:
+    """Start the verb on several processes and return its exit code; None where this is one of them, or the only one.
+    `give` gets the result of the first one."""
     if os.environ.get("LOCAL_RANK") or (words.num_processes == 1 and words.num_machines == 1):
         return None
     if words.num_machines > 1 and words.main_process_ip is None:
@@ -119,10 +129,18 @@ def start_others(verb: str, words: Words) -> int | None:
         main_process_ip=words.main_process_ip,
         main_process_port=words.main_process_port,
     )
-    return run_ranks([sys.executable, "-m", "vembed", verb, *words.again()], environments)
+    command = [sys.executable, "-m", "vembed", verb, *words.again()]
+    if give is ignore:
+        return run_ranks(command, environments)
+    with tempfile.TemporaryDirectory(prefix="vembed-json-") as folder:
+        result = Path(folder) / "result.json"
+        code = run_ranks([*command, "--json", str(result)], environments)
+        if result.is_file():  # on the first machine
+            give(json.loads(result.read_text(encoding="utf-8")))
+        return code
 
 
-def run_mine(words: Sequence[str]) -> int:
+def run_mine(words: Sequence[str], give: Give = ignore) -> int:
     """`vembed mine`."""
     parsed = parse_words("mine", words)
     config = load_options(MineConfig, parsed.config, parsed.overrides)
@@ -132,15 +150,15 @@ def run_mine(words: Sequence[str]) -> int:
     from vembed.mining.mining_run import check_config
 
     check_config(config)
-    if (code := start_others("mine", parsed)) is not None:
+    if (code := start_others("mine", parsed, give)) is not None:
         return code
     from vembed.mining.mining_run import mine
 
-    mine(config, say=speak)
+    give(mine(config, say=speak))
     return 0
 
 
-def run_audit(words: Sequence[str]) -> int:
+def run_audit(words: Sequence[str], give: Give = ignore) -> int:
     """`vembed audit`."""
     parsed = parse_words("audit", words)
     config = load_options(AuditConfig, parsed.config, parsed.overrides)
@@ -152,15 +170,15 @@ def run_audit(words: Sequence[str]) -> int:
 
         sys.stdout.write("\n".join([*read_inputs(mining_config(config)).summary(), f"would write: {page}"]) + "\n")
         return 0
-    if (code := start_others("audit", parsed)) is not None:
+    if (code := start_others("audit", parsed, give)) is not None:
         return code
     from vembed.mining.data_audit import audit
 
-    audit(config, say=speak)
+    give(audit(config, say=speak))
     return 0
 
 
-def run_generate(words: Sequence[str]) -> int:
+def run_generate(words: Sequence[str], give: Give = ignore) -> int:
     """`vembed generate`."""
     parsed = parse_words("generate", words)
     config = load_options(GenerateConfig, parsed.config, parsed.overrides)
@@ -172,11 +190,11 @@ def run_generate(words: Sequence[str]) -> int:
         lines = [*(f"{name}: {value}" for name, value in values.items()), f"would write: {target}"]
         sys.stdout.write("\n".join(lines) + "\n")
         return 0
-    if (code := start_others("generate", parsed)) is not None:
+    if (code := start_others("generate", parsed, give)) is not None:
         return code
     from vembed.mining.pair_generation import generate
 
-    generate(config, say=speak)
+    give(generate(config, say=speak))
     return 0
 
 
@@ -206,7 +224,7 @@ def speak(line: str) -> None:
     sys.stderr.flush()
 
 
-VERBS: dict[Verb, tuple[type[Frozen], Callable[[Sequence[str]], int]]] = {
+VERBS: dict[Verb, tuple[type[Frozen], Callable[[Sequence[str], Give], int]]] = {
     "mine": (MineConfig, run_mine),
     "audit": (AuditConfig, run_audit),
     "generate": (GenerateConfig, run_generate),

@@ -6,9 +6,10 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from vembed.config.accelerate_file import AccelerateFile
 from vembed.config.arguments import TrainArguments
@@ -44,8 +45,14 @@ class Launch:
         return self.num_processes * self.num_machines
 
 
-def run_train(arguments: TrainArguments, env: Mapping[str, str] = os.environ, *, starts_processes: bool = True) -> int:
-    """Train on as many processes as the config and the machine say; return the exit code.
+def run_train(
+    arguments: TrainArguments,
+    env: Mapping[str, str] = os.environ,
+    *,
+    starts_processes: bool = True,
+    give: Callable[[dict[str, Any]], object] | None = None,
+) -> int:
+    """Train on as many processes as the config and the machine say; return the exit code. `give` gets the result.
 
     Training runs in this process, and raises its exceptions here, if a launcher has started it (torchrun, accelerate
     launch, vembed itself) or if one process is all there is. `starts_processes=False`: without a requested number, a
@@ -65,6 +72,8 @@ def run_train(arguments: TrainArguments, env: Mapping[str, str] = os.environ, *,
     if arguments.is_dry_run:
         sys.stdout.write(describe_run(resolved, launch, arguments))
         sys.stdout.write(_described_data(config))
+        if give is not None:
+            give({"is_dry_run": True, "processes": launch.world_size, "options": config.to_dict()})
         return 0
     require_earlier_stage(resolved)
     if rank_info is None:
@@ -72,8 +81,21 @@ def run_train(arguments: TrainArguments, env: Mapping[str, str] = os.environ, *,
         candidates(config)  # refuses a folder with an earlier run before any process is started
     if rank_info is not None or launch.world_size == 1:
         os.environ.update(launch.changes or {})
-        return _train_here(resolved)
-    return run_ranks(_command(arguments), _environments(launch, env))
+        code = _train_here(resolved)
+    else:
+        code = run_ranks(_command(arguments), _environments(launch, env))
+    if code == 0 and give is not None:
+        give(result_of(config.output_dir))
+    return code
+
+
+def result_of(output_dir: str | Path) -> dict[str, Any]:
+    """Return the result of a finished run as JSON values, from its folder."""
+    from vembed.report.record import read_run
+    from vembed.report.several_runs import run_json
+
+    folder = Path(output_dir)
+    return {"model_dir": str(folder / "final"), **run_json(folder.resolve().name, read_run(folder))}
 
 
 def resolve_launch(

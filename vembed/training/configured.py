@@ -8,11 +8,12 @@ from vembed.training.averaging import WeightAverage
 from vembed.training.guards import Guards
 from vembed.training.hooks import Hook
 from vembed.training.patience import Patience
+from vembed.training.publishing import PushBest
 from vembed.training.schedule import Schedule
 
 
 def configured_hooks(config: TrainConfig, rhythm: Rhythm, schedule: Schedule) -> list[Hook]:
-    """Return the hooks of the options `ema`, `guards` and `patience`."""
+    """Return the hooks of the options `ema`, `guards`, `patience` and `push_to_hub`."""
     hooks: list[Hook] = []
     if config.ema is not None:
         hooks.append(WeightAverage(config.ema))
@@ -20,4 +21,6 @@ def configured_hooks(config: TrainConfig, rhythm: Rhythm, schedule: Schedule) ->
         hooks.append(Guards(config))
     if rhythm.patience is not None:
         hooks.append(Patience(rhythm.patience, schedule.warmup_steps))
+    if config.push_to_hub is not None:
+        hooks.append(PushBest(config))  # after the guards, whose scores are in the card
     return hooks

@@ -111,7 +111,7 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
             weights,
             dtype=dtype,
             merge_adapters=config.save_merged,
-            card=_card(config, data, state),
+            card=card_of(config, data, state),
         )
     summary = RunSummary(
         model=embedder.description.summary(),
@@ -149,7 +149,8 @@ def _warnings(state: LoopState) -> list[str]:
     return found
 
 
-def _card(config: TrainConfig, data: RunData, state: LoopState) -> Card:
+def card_of(config: TrainConfig, data: RunData, state: LoopState) -> Card:
+    """Return the facts of the model card, with the scores of the newest evaluation."""
     defaults = TrainConfig(model_name="", data_path="").to_dict()
     return Card(
         data=tuple(data.examples.summary()),

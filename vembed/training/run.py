@@ -25,6 +25,7 @@ from vembed.training.hooks import Hook
 from vembed.training.interrupts import Interrupts
 from vembed.training.lock import OutputLock
 from vembed.training.logs import require_trackers, run_logging
+from vembed.training.publishing import open_hub, push_final
 from vembed.training.trainer import Runtime, Trainer, TrainResult
 
 log = logging.getLogger("vembed")
@@ -65,6 +66,7 @@ def train(
     def introduce(ranks: RankInfo) -> dict[str, Any]:
         if ranks.rank == 0:
             lock.take()  # before anything is read
+            open_hub(settings)
         return facts_of(resolved) if ranks.world_size > 1 else {}
 
     with (
@@ -79,7 +81,10 @@ def train(
         for line in resolved.notes:
             log.info("note: %s", line, extra=HEADLINE)
         try:
-            return Trainer(settings, Runtime(session, checkpointer, interrupts, outlets), hooks).run()
+            result = Trainer(settings, Runtime(session, checkpointer, interrupts, outlets), hooks).run()
+            if session.is_main:
+                push_final(settings)
+            return result
         except NothingLeft as done:
             log.info("%s", done, extra=HEADLINE)
             return TrainResult(done.run.model_dir, done.run.folder, done.run.scores(), done.run.step)

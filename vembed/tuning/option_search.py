@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -48,8 +48,16 @@ class Search:
     seed: int = 0
 
 
-def run_tune(search: Search, *, nproc: int = 0, is_dry_run: bool = False, env: Mapping[str, str] = os.environ) -> int:
-    """Search, or go on with a search; write the best config and the picture. Return the exit code."""
+def run_tune(
+    search: Search,
+    *,
+    nproc: int = 0,
+    is_dry_run: bool = False,
+    env: Mapping[str, str] = os.environ,
+    give: Callable[[dict[str, Any]], object] = lambda _: None,
+) -> int:
+    """Search, or go on with a search; write the best config and the picture. Return the exit code. `give` gets the
+    result."""
     _optuna()
     if WORKER in env:
         work(search)
@@ -76,7 +84,9 @@ def run_tune(search: Search, *, nproc: int = 0, is_dry_run: bool = False, env: M
     done = _finished(study)
     if not any(one.value is not None and one.state.name == "COMPLETE" for one in done):
         raise RunError(f"no trial came to its end; the logs are in {search.folder}")
-    sys.stdout.write(write_outcome(search.folder, search.config, search.overrides, study))
+    outcome = write_outcome(search.folder, search.config, search.overrides, study)
+    sys.stdout.write("".join(f"{line}\n" for line in outcome.lines))
+    give(outcome.to_dict())
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,29 @@ FEWEST = 4
 """Finished trials from which the importance of options is estimated."""
 
 
-def write_outcome(folder: Path, config: str, overrides: Sequence[str], study: Any) -> str:
-    """Write the files; return what to print."""
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a search."""
+
+    best_config: Path
+    best_trial: int
+    score: float
+    score_without_search: float
+    values: dict[str, Any]
+    """Options that the best trial sets."""
+    importance: dict[str, float]
+    """Each option's share of the differences between trials; empty with few trials."""
+    trials: list[dict[str, Any]]
+    lines: list[str]
+    """Text for the console."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain values, without the text."""
+        return {name: value for name, value in asdict(self).items() if name != "lines"}
+
+
+def write_outcome(folder: Path, config: str, overrides: Sequence[str], study: Any) -> Outcome:
+    """Write the files; return the result."""
     trials = [one for one in study.get_trials(deepcopy=False) if one.state.name in ("COMPLETE", "PRUNED")]
     complete = [one for one in trials if one.state.name == "COMPLETE"]
     best, first = max(complete, key=lambda one: one.value), min(trials, key=lambda one: one.number)
@@ -44,7 +66,7 @@ def write_outcome(folder: Path, config: str, overrides: Sequence[str], study: An
     else:
         lines.append(f"what mattered: not estimated from {len(complete)} trials that came to their end")
     lines.append(f"train with it: vembed train {folder / BEST}")
-    return "\n".join(lines) + "\n"
+    return Outcome(folder / BEST, best.number, best.value, first.value, values, dict(matters), plain, lines)
 
 
 def importance(study: Any) -> Mapping[str, float]:

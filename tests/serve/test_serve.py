@@ -1,0 +1,138 @@
+"""`vembed serve`: vectors over HTTP equal the model's; mistakes of clients are answers, not ends."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import vembed
+from tests.tiny import shared, tiny_bert_st, tiny_vit
+from vembed.cli import app
+from vembed.errors import UserError
+from vembed.serve.encoder import ModelEncoder, TextEncoder, open_encoder
+from vembed.serve.server import EmbeddingServer
+
+TEXTS = ["red", "a small bird in the garden"]
+
+
+def _model(folder: Path) -> Path:
+    return tiny_bert_st(folder, prompts={"query": "red green: ", "document": ""}, dense_dim=24)
+
+
+def model_folder() -> Path:
+    return shared(_model)
+
+
+@contextmanager
+def running(encoder: TextEncoder) -> Iterator[str]:
+    with EmbeddingServer(encoder, "tiny", "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(open_encoder(str(model_folder()))) as found:
+        yield found
+
+
+def post(url: str, values: Any) -> Any:
+    request = urllib.request.Request(url, json.dumps(values).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def refused(url: str, values: Any) -> tuple[int, str]:
+    with pytest.raises(urllib.error.HTTPError) as found:
+        post(url, values)
+    with found.value as error:
+        return error.code, json.load(error)["error"]["message"]
+
+
+def test_the_vectors_are_those_of_the_model(url: str) -> None:
+    model = vembed.Embedder(model_folder())
+    answer = post(f"{url}/v1/embeddings", {"model": "tiny", "input": TEXTS})
+    served = np.array([row["embedding"] for row in answer["data"]], np.float32)
+    np.testing.assert_array_equal(served, model.encode(TEXTS, prompt=""))
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 8
+    asked = {"model": "tiny", "input": TEXTS[0], "input_type": "query", "encoding_format": "base64"}
+    (row,) = post(f"{url}/v1/embeddings", asked)["data"]
+    np.testing.assert_array_equal(
+        np.frombuffer(base64.b64decode(row["embedding"]), "<f4"), model.encode(TEXTS[0], "query")
+    )
+    (short,) = post(f"{url}/v1/embeddings", {"input": TEXTS[:1], "dimensions": 8})["data"]
+    assert len(short["embedding"]) == 8 and np.linalg.norm(short["embedding"]) == pytest.approx(1)
+    np.testing.assert_array_equal(
+        np.array(post(f"{url}/embed", {"inputs": TEXTS, "prompt_name": "query"}), np.float32),
+        model.encode(TEXTS, "query"),
+    )
+
+
+def test_check_server_passes(url: str) -> None:
+    done = CliRunner().invoke(app, ["check-server", url, str(model_folder())])
+    assert done.exit_code == 0 and "equals" in done.output, done.output
+
+
+def test_requests_at_the_same_time(url: str) -> None:
+    wanted = vembed.Embedder(model_folder()).encode(TEXTS, prompt="")
+    found: list[Any] = []
+
+    def ask() -> None:
+        found.append(post(f"{url}/embed", {"inputs": TEXTS}))
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6
+    for one in found:
+        np.testing.assert_array_equal(np.array(one, np.float32), wanted)
+
+
+@pytest.mark.parametrize(
+    ("route", "values", "code", "said"),
+    [
+        ("/v1/embeddings", {}, 400, "input must be a text"),
+        ("/v1/embeddings", {"input": [1, 2]}, 400, "token ids are not read"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "at most 2,048"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 99}, 400, "gives 1 to 24"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "int4"}, 400, "float or base64"),
+        ("/v1/embeddings", {"input": "a", "input_type": "passage"}, 400, "give query or document"),
+        ("/embed", [], 400, "must be a JSON object"),
+        ("/nowhere", {}, 404, "there is no /nowhere"),
+    ],
+)
+def test_what_clients_get_wrong(url: str, route: str, values: Any, code: int, said: str) -> None:
+    found = refused(url + route, values)
+    assert found[0] == code and said in found[1]
+
+
+def test_what_is_known_about_the_server(url: str) -> None:
+    for route, key in (("/health", "status"), ("/v1/models", "data"), ("/info", "max_input_length")):
+        with urllib.request.urlopen(url + route, timeout=30) as answer:
+            assert key in json.load(answer)
+
+
+def test_what_cannot_be_served(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="embeds images only"):
+        open_encoder(str(shared(tiny_vit)))
+    encoder = ModelEncoder(str(model_folder()), device=None, truncate_dim=None, trust_remote_code=False)
+    with running(encoder) as url, pytest.raises(UserError, match="cannot be listened on"):
+        EmbeddingServer(encoder, "tiny", "127.0.0.1", int(url.rpartition(":")[2]))

@@ -1,0 +1,1 @@
+"""Publication on the Hub: what of a run is published, and its upload."""

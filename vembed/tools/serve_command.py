@@ -1,0 +1,32 @@
+"""`vembed serve`: an embedding server on this machine."""
+
+from __future__ import annotations
+
+import sys
+
+from vembed.report.record import short_name
+from vembed.serve.encoder import open_encoder
+from vembed.serve.server import EmbeddingServer, serve
+
+
+def run_serve(
+    model: str,
+    *,
+    host: str,
+    port: int,
+    served_name: str | None = None,
+    device: str | None = None,
+    truncate_dim: int | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Serve a model until a signal."""
+    encoder = open_encoder(model, device=device, truncate_dim=truncate_dim, trust_remote_code=trust_remote_code)
+    server = EmbeddingServer(encoder, served_name or short_name(model), host, port)
+    say(f"{model} at http://{host}:{server.server_port}: POST /v1/embeddings (OpenAI) or /embed (TEI); Ctrl-C stops it")
+    serve(server, say)
+
+
+def say(line: str) -> None:
+    """Write a line at once: a program that starts the server waits for it."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
