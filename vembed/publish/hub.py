@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vembed.errors import RunError, UserError
-from vembed.publish.contents import CARD, TEXT_FILES, File
+from vembed.publish.publication import CARD, TEXT_FILES, File
 
 LARGE = 10_000_000
 """Bytes from which a file is a commit of its own, so that a push that was cut goes on behind it."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from vembed.publish.contents import publication
 from vembed.publish.hub import Hub, checked_name
+from vembed.publish.publication import publication
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed.parameters import full_state_dict
 from vembed.errors import RunError, UserError
 from vembed.models.precision import saved_dtype
-from vembed.publish.contents import model_files, publication
 from vembed.publish.hub import Hub
+from vembed.publish.publication import model_files, publication
 from vembed.saving.files import save_model
 from vembed.training.finish import card_of
 from vembed.training.hooks import Evaluation, Hook, Run
