@@ -1,27 +1,34 @@
 """python -m benchmarks.mining: hard negatives by vembed and sentence-transformers, with half of the positives hidden.
 
-The documents are halves of real functions (the first lines of each, and the rest), so a docstring has two positives.
-One of them is known, the other one is hidden in the corpus: a miner that takes it has mined a false negative.
+The documents are halves of real texts (the first lines of a function and the rest, the first sentences of a package's
+description and the rest), so a docstring or a package's line about itself has two positives. One of them is known, the
+other one is hidden in the corpus: a miner that takes it has mined a false negative.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
+import re
 import statistics
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.collections_here import PACKAGES
 from vembed.tools.demo import demo_model
 from vembed.tools.demo_data import Pair, split_by_module, standard_library_pairs
 
 NUM_NEGATIVES = 5
-MIN_LINES = 6
+BATCH_SIZE = 16
+MIN_LINES, MIN_SENTENCES, MIN_WORDS = 6, 2, 12
 MAX_LENGTH = 128
+NUM_VAL, NUM_VAL_PACKAGES = 400, 150
 
 
 @dataclass(frozen=True)
@@ -41,19 +48,60 @@ class Mined:
     seconds: float
 
 
-def case(pairs: list[Pair], seed: int) -> Case:
-    """Halve each long function; which half is known is drawn."""
+def in_lines(text: str) -> list[str]:
+    """Return the halves of a function, or nothing if it is short."""
+    lines = text.splitlines()
+    return [] if len(lines) < MIN_LINES else ["\n".join(part).strip() for part in halved(lines)]
+
+
+def in_sentences(text: str) -> list[str]:
+    """Return the halves of a description, or nothing if it is short."""
+    sentences = re.split(r"(?<=[.!?])\s+", text)
+    return [] if len(sentences) < MIN_SENTENCES else [" ".join(part).strip() for part in halved(sentences)]
+
+
+def halved(parts: list[str]) -> tuple[list[str], list[str]]:
+    """Return the first half and the rest."""
+    return parts[: len(parts) // 2], parts[len(parts) // 2 :]
+
+
+def collection(name: str, num_rows: int) -> tuple[list[tuple[str, list[str]]], list[Pair]]:
+    """Return (query, halves) of a kind of text, and whole pairs of other modules or packages to evaluate on."""
+    if name == "functions":
+        train, val = split_by_module(standard_library_pairs(), num_rows, NUM_VAL)
+        return [(pair.query, in_lines(pair.positive)) for pair in train], val
+    pairs = sorted(package_texts(), key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
+    val = [Pair("", query, text) for query, text in pairs[:: len(pairs) // NUM_VAL_PACKAGES]]
+    there = {pair.query for pair in val}
+    return [(query, in_sentences(text)) for query, text in pairs if query not in there][:num_rows], val
+
+
+def package_texts() -> list[tuple[str, str]]:
+    """Return (line about itself, description) of Debian's and Python's packages that are installed here."""
+    found: dict[str, str] = {}
+    for block in PACKAGES.read_text(encoding="utf-8").split("\n\n") if PACKAGES.is_file() else ():
+        about = re.search(r"^Description: (.+)\n((?: .+\n?)+)", block, re.MULTILINE)
+        if about is not None:
+            found.setdefault(about.group(1), " ".join(about.group(2).replace("\n .\n", "\n").split()))
+    for one in metadata.distributions():
+        parts = [" ".join(part.split()) for part in str(one.metadata.get_payload()).split("\n\n")]
+        long = [part for part in parts if len(part.split()) >= MIN_WORDS and part[:1].isalpha()][:2]
+        if one.metadata["Summary"] and long:
+            found.setdefault(one.metadata["Summary"], " ".join(long))
+    return list(found.items())
+
+
+def case(texts: list[tuple[str, list[str]]], seed: int) -> Case:
+    """Return each text in halves; which half is known is drawn."""
     draw = random.Random(seed)
     rows, corpus, hidden = [], dict[str, None](), {}
-    for pair in pairs:
-        lines = pair.positive.splitlines()
-        if len(lines) < MIN_LINES or pair.query in hidden:
+    for query, halves in texts:
+        if len(set(halves)) < 2 or query in hidden:
             continue
-        halves = ["\n".join(part).strip() for part in (lines[: len(lines) // 2], lines[len(lines) // 2 :])]
         corpus |= dict.fromkeys(halves)
         draw.shuffle(halves)
-        rows.append({"query": pair.query, "positive": halves[0]})
-        hidden[pair.query] = halves[1]
+        rows.append({"query": query, "positive": halves[0]})
+        hidden[query] = halves[1]
     return Case(rows, list(corpus), hidden)
 
 
@@ -93,13 +141,15 @@ def by_sentence_transformers(one: Case, folder: Path, options: dict[str, Any]) -
     return Mined([by_query.get(row["query"], []) for row in one.rows], time.perf_counter() - began)
 
 
-SIDES = {
+SIDES: dict[str, tuple[Any, dict[str, Any]]] = {
     "vembed": (by_vembed, {}),
+    "vembed, relative_margin 0.05": (by_vembed, {"relative_margin": 0.05}),
     "vembed, threshold: auto": (by_vembed, {"threshold": "auto"}),
-    "sentence-transformers, no margin": (by_sentence_transformers, {}),
+    "sentence-transformers": (by_sentence_transformers, {}),
     "sentence-transformers, relative_margin 0.05": (by_sentence_transformers, {"relative_margin": 0.05}),
 }
 """The same number of negatives and of candidates for each."""
+TRAINED = ("vembed", "sentence-transformers", "sentence-transformers, relative_margin 0.05")
 
 
 def measure(one: Case, mined: Mined, scores: dict[tuple[str, str], float]) -> dict[str, float]:
@@ -110,11 +160,13 @@ def measure(one: Case, mined: Mined, scores: dict[tuple[str, str], float]) -> di
         for negative in negatives
     ]
     num_false = sum(one.hidden[query] == negative for query, negative in pairs)
+    of_true = [scores[pair] for pair in pairs if one.hidden[pair[0]] != pair[1]]
     return {
         "negatives": len(pairs),
         "false": num_false / max(len(pairs), 1),
         "hidden_mined": num_false / len(one.hidden),
         "mean_score": statistics.fmean(scores[pair] for pair in pairs) if pairs else 0.0,
+        "mean_score_of_true": statistics.fmean(of_true) if of_true else 0.0,
         "seconds": mined.seconds,
     }
 
@@ -147,9 +199,9 @@ def train_and_score(
     result = vembed.train(
         {
             "model_name": str(demo_model()), "data_path": str(folder / "train.jsonl"), "seed": seed,
-            "val_data_path": str(folder / "val.jsonl"), "output_dir": str(folder / "run"), "batch_size": 32,
+            "val_data_path": str(folder / "val.jsonl"), "output_dir": str(folder / "run"), "batch_size": BATCH_SIZE,
             "max_steps": steps, "max_length": MAX_LENGTH, "learning_rate": 3e-5, "report_to": "none",
-            "eval_before": False,
+            "eval_before": False, "eval_steps": None, "save_steps": None, "console": "quiet",
         }
     )  # fmt: skip
     return float(result.metrics["ndcg@10"])
@@ -163,13 +215,14 @@ def write(path: Path, records: list[Any]) -> None:
 def main() -> None:
     """Mine on all sides, print figures, and with --seeds train on each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=2000, help="pairs of the standard library that are used")
+    parser.add_argument("--collection", choices=["functions", "packages"], default="functions")
+    parser.add_argument("--rows", type=int, default=2000, help="texts that are used")
     parser.add_argument("--seeds", type=int, default=0, help="train on each side's negatives with so many seeds")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
-    train, val = split_by_module(standard_library_pairs(), arguments.rows, 400)
-    one = case(train, seed=0)
+    texts, val = collection(arguments.collection, arguments.rows)
+    one = case(texts, seed=0)
     print(f"{len(one.rows):,d} queries, {len(one.corpus):,d} documents, {len(one.hidden):,d} hidden positives")
     mined = {}
     for name, (mine, options) in SIDES.items():
@@ -178,13 +231,14 @@ def main() -> None:
     scores = all_scores(one, list(mined.values()))
     figures: dict[str, dict[str, Any]] = {name: measure(one, found, scores) for name, found in mined.items()}
     if arguments.seeds:
-        sides = {name: found.negatives for name, found in mined.items()} | {"no mining": [[] for _ in one.rows]}
+        sides = {name: mined[name].negatives for name in TRAINED} | {"no mining": [[] for _ in one.rows]}
         for name, negatives in sides.items():
             found = []
             for seed in range(arguments.seeds):
                 with tempfile.TemporaryDirectory() as folder:
                     found.append(train_and_score(one, negatives, val, Path(folder), seed, arguments.steps))
             figures.setdefault(name, {})["ndcg@10"] = found
+            print(name, found, flush=True)
     for name, values in figures.items():
         print(name, json.dumps(values))
     if arguments.json:

@@ -123,6 +123,29 @@ def test_a_dead_endpoint_is_named(options, serve):
     assert not Path(options["output_path"]).exists()
 
 
+def test_what_a_dead_endpoint_has_answered_is_kept(options, serve, tmp_path):
+    lives = []
+
+    def decide(prompt, number):
+        return f"what about {prompt.rpartition('Document: ')[2][:9]}?" if number <= 3 or lives else None
+
+    server = serve(decide)
+    writer = endpoint(server, max_retries=0, concurrency=1)
+    with pytest.raises(RunError, match="gave no answer"):
+        run(options, writer=writer)
+    answered = {prompt for prompt, _ in server.asked[:3]}
+    (kept,) = tmp_path.glob("**/*.answers")
+    kept.write_text(kept.read_text() + '[5, "half')
+    num_asked = len(server.asked)
+    lives.append(True)
+    rows, _ = run(options, writer=writer)
+    asked = {prompt for prompt, _ in server.asked[num_asked:]}
+    assert len(asked) == len(RECORDS) - 3
+    assert not asked & answered
+    assert len(rows) == len(RECORDS)
+    assert not list(tmp_path.glob("**/*.answers"))
+
+
 def test_a_local_model_writes_queries(options, tmp_path):
     corpus = write_lines(tmp_path / "texts.jsonl", documents()[:10])
     loaded = AutoModelForCausalLM.from_pretrained(shared(tiny_qwen3))

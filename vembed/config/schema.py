@@ -23,6 +23,7 @@ from vembed.config.entries import (
     PositiveInt,
     Teacher,
 )
+from vembed.config.negatives import EpochMining
 
 
 class ModelOptions(Frozen, title="model"):
@@ -169,6 +170,9 @@ class DataOptions(Frozen, title="data"):
     sampling_alpha: Fraction = 1.0
     """With several sources: a source of n examples is drawn in proportion to its weight times n to this power, as many
     examples per epoch in all. 1: by size; 0: each source equally often."""
+    mine: EpochMining | None = None
+    """Hard negatives mined by the run's own model between epochs, after those of the data: {every_epochs: 1,
+    num_negatives: 5, ...}, with the options of `vembed mine` that choose. They are part of the checkpoints."""
     num_workers: Literal["auto"] | NonNegativeInt = "auto"
     """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images; 0: none."""
 

@@ -145,8 +145,15 @@ def _blocks(keys: Mapping[str, Node], name: str) -> list[tuple[str | None, dict[
     return found
 
 
+def _mines_within(node: Node) -> bool:
+    """Return whether these are options of mining within training."""
+    return isinstance(node.value, dict) and "every_epochs" in node.value
+
+
 def _step(given: str | None, block: dict[str, Node], number: int, name: str, earlier: list[str]) -> Step:
     kinds = [kind for kind in OTHER_KINDS if kind in block and (len(block) == 1 or "from" in block)]
+    if kinds == ["mine"] and _mines_within(block["mine"]):
+        kinds = []
     kind: Kind = kinds[0] if kinds else "train"
     step_name = given or (f"{kind}{number}" if kind == "train" else f"{kind}-{number}")
     if step_name in earlier:

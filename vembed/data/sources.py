@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -80,6 +80,11 @@ class _Source:
             return self.form.example(record, where)
         except BadRecord as error:
             raise UserError(f"{where} has changed since the run began ({error}): start again") from error
+
+    def record(self, number: int) -> dict[str, Any]:
+        """Return the record of an example as it stands in its file."""
+        record = self.reader.read(int(self.index.starts[number]), int(self.index.sizes[number]))
+        return record if isinstance(record, dict) else {}
 
     def summary(self) -> str:
         counts, num_records = self.index.counts, len(self.index)
@@ -163,6 +168,15 @@ class ExampleStore:
     def __getitem__(self, index: int) -> Example:
         source, number = self._locate(index)
         return self._sources[source].example(number)
+
+    def record(self, index: int) -> dict[str, Any]:
+        """Return the record of an example as it stands in its file."""
+        source, number = self._locate(index)
+        return self._sources[source].record(number)
+
+    def as_read(self, index: int, example: Example) -> Example:
+        """Return an example with the prompts and the maximum length of the source that `index` is from."""
+        return self._sources[self._locate(index)[0]].read_as.apply(example)
 
     def source_of(self, index: int) -> int:
         """Return the number of the source that an example comes from."""

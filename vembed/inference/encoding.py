@@ -138,12 +138,14 @@ def encode_rank_items(
     *,
     session: Session,
     budget_tokens: int | None = None,
+    between: Between | None = None,
+    kept: KeptFeatures | None = None,
 ) -> np.ndarray:
     """Return [n, d] float32 embeddings of this rank's items, as the model gives them.
 
     Collective: each rank passes items of its own, one rank at least has some, and all run equally many micro-batches.
     """
-    with _evaluating(model):
+    with _evaluating(model), holding_copies(model):
         own = _encode_rank_batch(
             model,
             Feeder(featuriser, session.device),
@@ -152,8 +154,8 @@ def encode_rank_items(
             max_rows=None,
             world_size=session.world_size,
             reporter=_Reporter(None, len(items), len(items), 1),
-            between=None,
-            kept=None,
+            between=between,
+            kept=kept,
         )
     found: np.ndarray = own.float().cpu().numpy()
     return found

@@ -52,7 +52,8 @@ def calibrate(chunks: Iterable[Candidates], config: MineConfig) -> Calibration:
     """The highest threshold at which the estimated rate is at most `max_false_negative_rate`.
 
     With several positives per query, a random half of them is hidden, and the threshold is a margin below the lowest of
-    the others. With one each, it is hidden for half of the queries, and the threshold is an absolute score.
+    the others. With one each, it is hidden for all queries, and the threshold is an absolute score. The estimate takes
+    it that as many relevant documents are unknown as are known, so a hidden one may stand for several.
     """
     sample = _Sample.of(chunks, config)
     base = replace(Limits.of(config), relative_margin=None)
@@ -77,6 +78,8 @@ class _Sample:
     """[Q, K] descending, -inf where there are fewer."""
     is_hidden: np.ndarray
     """[Q, K] which of them are hidden positives."""
+    weights: np.ndarray
+    """[Q] number of unknown relevant documents that each hidden one stands for."""
     lowest: np.ndarray
     """[Q] the lowest score of a query's other positives; inf where it has none."""
     is_relative: bool
@@ -106,10 +109,11 @@ class _Sample:
         width = config.top_k + max(len(own) for _, own in used)
         scores = np.full((len(used), width), -np.inf)
         hidden = np.zeros((len(used), width), bool)
-        lowest = np.full(len(used), np.inf)
+        lowest, weights = np.full(len(used), np.inf), np.ones(len(used))
         for row, (found, own) in enumerate(used):
             order = random.permutation(len(own))
-            num_hidden = max(1, int(len(own) * HIDDEN_SHARE)) if is_relative else int(random.random() < HIDDEN_SHARE)
+            num_hidden = max(1, int(len(own) * HIDDEN_SHARE)) if is_relative else len(own)
+            weights[row] = len(own) / num_hidden
             back, rest = own[order[:num_hidden]], own[order[num_hidden:]]
             values = np.concatenate([back, found])
             place = np.argsort(-values, kind="stable")
@@ -118,7 +122,7 @@ class _Sample:
             lowest[row] = rest.min(initial=np.inf)
         # What is below the top_k would not be a candidate.
         return cls(
-            scores[:, : config.top_k], hidden[:, : config.top_k], lowest, is_relative,
+            scores[:, : config.top_k], hidden[:, : config.top_k], weights, lowest, is_relative,
             np.concatenate([own for _, own in used]),
         )  # fmt: skip
 
@@ -132,8 +136,8 @@ class _Sample:
             kept &= self.scores >= limits.min_score
         if config.sampling == "top":
             kept &= np.cumsum(kept, axis=1) <= config.num_negatives
-            return float((kept & self.is_hidden).sum() / max(kept.sum(), 1))
+            return float((kept & self.is_hidden).sum(axis=1) @ self.weights / max(kept.sum(), 1))
         # Any of those that are left is as likely as any other: the expected share.
         per_query = np.minimum(kept.sum(axis=1), config.num_negatives)
         shares = (kept & self.is_hidden).sum(axis=1) / np.maximum(kept.sum(axis=1), 1)
-        return float((shares * per_query).sum() / max(per_query.sum(), 1))
+        return float((shares * per_query) @ self.weights / max(per_query.sum(), 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +13,7 @@ import numpy as np
 
 from vembed.data.cache import short_hash
 from vembed.distributed.session import Session
+from vembed.mining.claims import ClaimFinder
 from vembed.mining.config import BM25, MineConfig, Retriever
 from vembed.mining.documents import Documents
 from vembed.mining.encoders import Encoder, encoder_identity, encoder_precision, load_encoder
@@ -61,6 +62,10 @@ class DenseRetriever:
         queries = self._queries.between(first, first + int(pairs.queries.max()) + 1)
         return pair_scores(queries, self._store, pairs, self._session)
 
+    def claims(self, positives: Pairs) -> ClaimFinder:
+        """Return a finder of claims by this model. Collective."""
+        return ClaimFinder(self._queries, self._store, positives, self._queries.folder / "pairs", self._session)
+
 
 @dataclass(frozen=True)
 class Candidates:
@@ -75,9 +80,32 @@ class Candidates:
     """Known positives of these queries; queries count from `first`."""
     positive_scores: np.ndarray
     """Scores of the known positives by the first model."""
+    claimed: np.ndarray
+    """[Q, K] which candidates another query claims, with `prefer_claimed`; otherwise none."""
 
     def __len__(self) -> int:
         return len(self.documents)
+
+    @classmethod
+    def unclaimed(
+        cls, first: int, documents: np.ndarray, scores: np.ndarray, positives: Pairs, positive_scores: np.ndarray
+    ) -> Candidates:
+        """Candidates of which none is known to be claimed."""
+        return cls(first, documents, scores, positives, positive_scores, np.zeros(documents.shape, bool))
+
+    def lowest_positive(self) -> np.ndarray:
+        """[Q] the lowest score of each query's known positives, inf where none is known."""
+        lowest = np.full(len(self), np.inf)
+        np.minimum.at(lowest, self.positives.queries, self.positive_scores)
+        return lowest
+
+
+def with_claims(candidates: Candidates, claims: ClaimFinder | None) -> Candidates:
+    """Return the candidates with what a finder says. Collective."""
+    if claims is None:
+        return candidates
+    limit = candidates.lowest_positive()
+    return replace(candidates, claimed=claims.claimed(candidates.first, candidates.documents, candidates.scores, limit))
 
 
 class CandidateStore:
@@ -93,8 +121,11 @@ class CandidateStore:
             else DenseRetriever(one, config, folder, documents, known, session)
             for one in self._retrievers
         ]
+        self._claims: ClaimFinder | None = None
         dense = [number for number, one in enumerate(self._retrievers) if one.model != BM25]
         self._primary = self._searchers[dense[0] if dense else 0]
+        if config.takes_claimed and isinstance(self._primary, DenseRetriever):
+            self._claims = self._primary.claims(known.positives)
         self._name = self._identity(documents)
 
     @property
@@ -118,7 +149,9 @@ class CandidateStore:
         for first in range(0, self._known.num_queries, CHUNK):
             with np.load(self._path(first)) as found:
                 positives = Pairs(found["positive_queries"], found["positive_documents"])
-                yield Candidates(first, found["documents"], found["scores"], positives, found["positive_scores"])
+                yield Candidates(
+                    first, found["documents"], found["scores"], positives, found["positive_scores"], found["claimed"]
+                )
 
     def scores_of(self, pairs: Pairs) -> np.ndarray:
         """Return the first model's scores of pairs. Collective."""
@@ -143,7 +176,8 @@ class CandidateStore:
             scores[query, column] = self._primary.pair_scores(first, pairs)
         known = self._known.positives.among(first, last)
         positives = Pairs(known.queries - first, known.documents)
-        return Candidates(first, documents, scores, positives, self._primary.pair_scores(first, positives))
+        own = self._primary.pair_scores(first, positives)
+        return with_claims(Candidates.unclaimed(first, documents, scores, positives, own), self._claims)
 
     def _identity(self, documents: Documents) -> str:
         """Everything that the result of a search depends on."""
@@ -161,7 +195,8 @@ class CandidateStore:
         )  # fmt: skip
         sums = [[len(one), int(np.bitwise_xor.reduce(one * 31 + np.arange(len(one)), initial=0))] for one in arrays]
         queries = [int(self._known.first_row.sum()), self._known.num_queries, documents.num_candidates]
-        return short_hash(retrievers, config.top_k, config.fusion, config.rrf_k, sums, queries)
+        claims = self._claims is not None
+        return short_hash(retrievers, config.top_k, config.fusion, config.rrf_k, sums, queries, claims)
 
     def _path(self, first: int) -> Path:
         last = min(first + CHUNK, self._known.num_queries)
@@ -179,6 +214,7 @@ class CandidateStore:
                 positive_queries=found.positives.queries,
                 positive_documents=found.positives.documents,
                 positive_scores=found.positive_scores,
+                claimed=found.claimed,
             )
         partial.replace(path)
 

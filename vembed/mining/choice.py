@@ -73,10 +73,14 @@ class Chooser:
         scores = np.full((len(own), depth), -np.inf, np.float32)
         allowed = self._allowed(candidates, own)
         positives = candidates.positives.bounds(len(candidates))
+        claimed = candidates.claimed & self._config.takes_claimed
         for place, query in enumerate(own):
             begin, end = positives[query], positives[query + 1]
             compared = candidates.positives.documents[begin:end][:COMPARED]
-            found = self._of_query(candidates, query, allowed[place], compared.tolist(), depth)
+            order = self._order(candidates, query, np.flatnonzero(allowed[place] & claimed[query]))
+            others = self._order(candidates, query, np.flatnonzero(allowed[place] & ~claimed[query]))
+            columns = np.concatenate([order, others])
+            found = self._of_query(candidates.documents[query], columns, compared.tolist(), depth)
             documents[place, : len(found)] = candidates.documents[query, found]
             scores[place, : len(found)] = candidates.scores[query, found]
         sizes = [bounds[one + 1] - bounds[one] for one in range(world_size)]
@@ -96,9 +100,15 @@ class Chooser:
         scores = candidates.scores[own.start : own.stop]
         there = documents >= 0
         later = there & (np.cumsum(there, axis=1) > self._config.skip_first)
-        highest = self._limits.highest(lowest_positive(candidates)[own.start : own.stop])
+        lowest = candidates.lowest_positive()[own.start : own.stop]
+        highest = self._limits.highest(lowest)
         # In float64: a candidate at the limit is at it in any arithmetic.
-        low_enough = later & (scores.astype(np.float64) <= highest[:, None])
+        exact = scores.astype(np.float64)
+        low_enough = exact <= highest[:, None]
+        if self._config.takes_claimed and self._config.prefer_claimed == "auto":
+            # Nobody has set a limit: the default margin is for those that nobody claims.
+            low_enough |= candidates.claimed[own.start : own.stop] & (exact <= lowest[:, None])
+        low_enough &= later
         kept = low_enough
         if self._limits.min_score is not None:
             kept = low_enough & (scores >= self._limits.min_score)
@@ -108,13 +118,11 @@ class Chooser:
         self._counts["too_low"] += int((low_enough & ~kept).sum())
         return kept
 
-    def _of_query(
-        self, candidates: Candidates, query: int, allowed: np.ndarray, positives: list[int], depth: int
-    ) -> list[int]:
-        """Columns of the chosen candidates, in the order of the sampling."""
+    def _of_query(self, documents: np.ndarray, columns: np.ndarray, positives: list[int], depth: int) -> list[int]:
+        """Return the first columns whose documents are no near-duplicates of positives."""
         chosen: list[int] = []
-        for column in self._order(candidates, query, np.flatnonzero(allowed)):
-            if self._near.is_near(int(candidates.documents[query, column]), positives):
+        for column in columns:
+            if self._near.is_near(int(documents[column]), positives):
                 self._counts["near_duplicates"] += 1
                 continue
             chosen.append(int(column))
@@ -133,10 +141,3 @@ class Chooser:
         # Gumbel's trick: the order of score / temperature + noise is that of draws without replacement.
         noisy = candidates.scores[query, columns] / self._config.sampling_temperature - np.log(-np.log(draws + 1e-300))
         return columns[np.argsort(-noisy, kind="stable")]
-
-
-def lowest_positive(candidates: Candidates) -> np.ndarray:
-    """[Q] the lowest score of each query's known positives, inf where none is known."""
-    lowest = np.full(len(candidates), np.inf)
-    np.minimum.at(lowest, candidates.positives.queries, candidates.positive_scores)
-    return lowest

@@ -7,13 +7,13 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, model_validator
 
 from vembed.config.entries import DataSource, Fraction, Frozen, NonNegativeInt, Number, PositiveFloat, PositiveInt
+from vembed.config.negatives import ChoiceOptions
 
 BM25 = "bm25"
 """Name of the lexical retriever, where a model would stand."""
 
 DropKind = Literal["duplicates", "near_duplicates", "leakage", "contradictions", "low_positives", "weak_queries"]
 """Findings of an audit whose rows can be left out."""
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False), Number]
 
 
 class Retriever(Frozen):
@@ -123,7 +123,7 @@ class ModelOptions(Frozen):
     """Dtype of the vectors on disk; products are float32 whatever it is."""
 
 
-class MineConfig(DataOptions, ModelOptions):
+class MineConfig(ChoiceOptions, DataOptions, ModelOptions):
     """One run of `vembed mine`. The text under each field is its documentation."""
 
     # ---- retrievers --------------------------------------------------------------------------------------------
@@ -141,37 +141,7 @@ class MineConfig(DataOptions, ModelOptions):
     rrf_k: PositiveInt = 60
     """Constant of the reciprocal-rank fusion: weight / (rrf_k + rank)."""
 
-    # ---- choice ------------------------------------------------------------------------------------------------
-    num_negatives: PositiveInt = 5
-    """Negatives that each row gets, where there are so many."""
-    top_k: PositiveInt = 100
-    """Candidates per query: the best ones after known positives are left out."""
-    skip_first: NonNegativeInt = 0
-    """Leave out so many of the best candidates."""
-    relative_margin: Fraction | None = 0.05
-    """Keep a candidate d only if s(q, d) <= s(q, p) - relative_margin * |s(q, p)|, p being the query's known positive
-    with the lowest score. `null` turns it off."""
-    margin: FiniteFloat | None = None
-    """Keep a candidate d only if s(q, d) <= s(q, p) - margin."""
-    max_score: FiniteFloat | None = None
-    """Keep only candidates with at most this score."""
-    min_score: FiniteFloat | None = None
-    """Keep only candidates with at least this score."""
-    threshold: Literal["auto"] | None = None
-    """`auto`: hide a part of the known positives, see at which threshold too many of them would become negatives, and
-    use that threshold instead of `relative_margin`. The log says the threshold and the estimated rate."""
-    max_false_negative_rate: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.05
-    """With `threshold: auto`: the estimated share of negatives that are in truth relevant stays at or below this."""
-    near_duplicate: Fraction | None = 0.9
-    """Leave out candidates of whose word n-grams at least this share is in a known positive, or the other way round.
-    `null`: only equal texts, apart from case, punctuation and spaces."""
-    sampling: Literal["top", "random", "softmax"] = "top"
-    """Which of the candidates that are left: the best, any, or any with probability softmax(score / temperature)."""
-    sampling_temperature: PositiveFloat = 0.05
-    """Temperature of `sampling: softmax`."""
-    per_query_budget: PositiveInt | None = None
-    """Different negatives for all rows of one query together; the rows take turns. Default: `num_negatives`, so that
-    all rows of a query get the same."""
+    # ---- rows -------------------------------------------------------------------------------------------------
     keep_negatives: bool = True
     """Negatives that rows have already stay, before the mined ones. false: they are replaced."""
     on_missing: Literal["keep", "drop"] = "keep"
@@ -202,15 +172,6 @@ class MineConfig(DataOptions, ModelOptions):
     def _check(self) -> MineConfig:
         if (self.model_name is None) == (not self.retrievers):
             raise ValueError("give model_name or retrievers, one of them")
-        if self.skip_first + self.num_negatives > self.top_k:
-            raise ValueError(
-                f"top_k: {self.top_k} must be at least skip_first + num_negatives: "
-                f"{self.skip_first} + {self.num_negatives}"
-            )
-        if self.per_query_budget is not None and self.per_query_budget < self.num_negatives:
-            raise ValueError(
-                f"per_query_budget: {self.per_query_budget} must be at least num_negatives: {self.num_negatives}"
-            )
         return self
 
     def all_retrievers(self) -> list[Retriever]:
@@ -231,11 +192,6 @@ class MineConfig(DataOptions, ModelOptions):
     def depth(self) -> int:
         """Candidates that are chosen per query before the judges see them."""
         return max(self.judged_per_query or 2 * self.budget, self.budget) if self.judges else self.budget
-
-    @property
-    def budget(self) -> int:
-        """Negatives that are chosen per query."""
-        return self.per_query_budget or self.num_negatives
 
 
 class AuditConfig(DataOptions, ModelOptions):

@@ -20,7 +20,7 @@ from vembed.errors import UserError
 from vembed.evaluation.dataset import titled_text
 from vembed.mining.config import DataOptions
 from vembed.mining.contents import KeyIndex, content_key, id_key
-from vembed.mining.record_tables import CORPUS_FILE, AnyColumns, BeirTable, Rows, TextLines
+from vembed.mining.record_tables import CORPUS_FILE, AnyColumns, BeirTable, RowSource, TextLines
 
 TEXT_FIELDS = ("text", "document", "positive", "passage", "content", "contents", "body", "abstract", "sentence")
 IMAGE_FIELDS = ("image", "images", "image_path")
@@ -123,7 +123,7 @@ class Documents:
     """Distinct documents by number: first the candidates, then documents of the rows that the corpus does not hold."""
 
     def __init__(
-        self, rows: Rows, files: Sequence[CorpusFile], found: _Entries, extra: _Entries, notes: Sequence[str]
+        self, rows: RowSource, files: Sequence[CorpusFile], found: _Entries, extra: _Entries, notes: Sequence[str]
     ) -> None:
         candidates = found.distinct()
         if len(candidates) < len(found):
@@ -197,7 +197,7 @@ class Documents:
         return int(entries.sources[number]), int(entries.starts[number]), int(entries.sizes[number])
 
 
-def open_documents(options: DataOptions, rows: Rows) -> Documents:
+def open_documents(options: DataOptions, rows: RowSource) -> Documents:
     """The documents of `corpus_path`, of the BEIR-style folders in `data_path`, or else of the rows themselves."""
     given = options.corpus_path
     paths = [given] if isinstance(given, str) else given

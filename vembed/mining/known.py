@@ -15,7 +15,7 @@ from vembed.errors import UserError
 from vembed.mining.config import DataOptions
 from vembed.mining.contents import content_key
 from vembed.mining.documents import Documents
-from vembed.mining.record_tables import CORPUS_FILE, Rows, qrels_file, read_qrels
+from vembed.mining.record_tables import CORPUS_FILE, RowSource, qrels_file, read_qrels
 
 QUERY_ID_FIELDS = ("query_id", "qid", "query-id", "_id")
 POSITIVE_ID_FIELDS = (
@@ -62,7 +62,7 @@ class Pairs:
 class Known:
     """The distinct queries, which query each row has, and what is known of them."""
 
-    def __init__(self, rows: Rows, documents: Documents, options: DataOptions) -> None:
+    def __init__(self, rows: RowSource, documents: Documents, options: DataOptions) -> None:
         self._rows = rows
         queries, first_rows, place = array("q"), array("q"), dict[int, int]()
         positives, negatives, own = _PairList(), _PairList(), _PairList()

@@ -33,7 +33,7 @@ from vembed.mining.writers import TextWriter, cleaned, load_writer, prompt_for, 
 from vembed.progress import ProgressReport, duration
 
 BLOCK = 64
-"""Documents that are written down together: what a kill loses."""
+"""Documents that are written down together."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ class _Generator:
                     partial = path.with_suffix(f".{os.getpid()}.part")
                     partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
                     partial.replace(path)
+                    path.with_suffix(".answers").unlink(missing_ok=True)
                 progress(min(done * BLOCK * self._session.world_size, len(self.places)), len(self.places))
         self._session.barrier()
         if not all(self._path(block).exists() for block in range(self._num_blocks)):
@@ -157,18 +158,47 @@ class _Generator:
                     row = {"positive": item.text, "kind": kind, **own}
                     prompts.append((prompt_for(kind, item.text, self._config, self._examples, number), row, kind))
         if prompts:
-            written: dict[int, str] = dict(
-                self._writer().write([prompt for prompt, _, _ in prompts], self._config.seed + block)
-            )
+            written = self._answers(block, [prompt for prompt, _, _ in prompts])
             for place, (_, row, kind) in enumerate(prompts):
                 text = cleaned(written[place])
                 rows.append({"query": text, **row} if text else {"kind": f"{kind}: nothing usable was written"})
         return rows
 
+    def _answers(self, block: int, prompts: Sequence[str]) -> dict[int, str]:
+        """Return what the language model writes for each prompt of a block. Answers of an endpoint are written down as
+        they come in, so that one that dies loses none."""
+        path = self._path(block).with_suffix(".answers")
+        known = _kept_answers(path)
+        places = [place for place in range(len(prompts)) if place not in known]
+        if not places:
+            return known
+        found = self._writer().write([prompts[place] for place in places], self._config.seed + block)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n")  # the last line may be half of one
+            for number, text in found:
+                known[places[number]] = text
+                file.write(json.dumps([places[number], text]) + "\n")
+                file.flush()
+        return known
+
     def _read(self, place: _Place) -> tuple[Any, Item]:
         file = self._files[place.file]
         record = file.reader.read(place.start, place.size)
         return record, file.item(record)
+
+
+def _kept_answers(path: Path) -> dict[int, str]:
+    """Return the answers of an earlier run to prompts of a block, by the place of the prompt."""
+    found: dict[int, str] = {}
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                place, text = json.loads(line)
+            except ValueError:  # the last line of a process that was killed
+                continue
+            found[int(place)] = str(text)
+    return found
 
 
 def _data_options(config: GenerateConfig) -> DataOptions:

@@ -152,8 +152,26 @@ class BeirTable:
         )
 
 
+class RowSource(Protocol):
+    """Rows by number, of any origin."""
+
+    tables: Sequence[Table]
+
+    def __len__(self) -> int: ...
+
+    def record(self, row: int, /) -> dict[str, Any]:
+        """A row as it stands in its file."""
+        ...
+
+    def example(self, row: int, /) -> Example:
+        """Meaning of a row."""
+        ...
+
+
 class Rows:
     """The rows of all sources, one below the other."""
+
+    tables: Sequence[Table]
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables = tuple(tables)

@@ -17,6 +17,7 @@ from vembed.data.examples import Item, Kind
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
+from vembed.inference.encoding import first_dims
 from vembed.mining.encoders import Encoder
 from vembed.progress import ProgressReport
 
@@ -44,7 +45,9 @@ class VectorStore:
     def __init__(self, folder: Path, kind: Kind, keys: np.ndarray, dtype: str) -> None:
         """`keys`: the contents of the items. A shard's file is named by those in it, so that it counts for no other."""
         self.kind: Kind = kind
-        self.dtype = DTYPES[dtype]
+        self.folder = folder
+        self.keys = keys
+        self.dtype_name, self.dtype = dtype, DTYPES[dtype]
         self.shards = [
             Shard(number, first, last, folder / f"{kind}-{number:06d}-{short_hash(_hash(keys[first:last]))}.npy")
             for number, (first, last) in enumerate(_bounds(len(keys)))
@@ -92,6 +95,19 @@ class VectorStore:
         """All float32 vectors of a shard."""
         return self._wide(np.load(shard.path, mmap_mode="r"))
 
+    def take(self, numbers: np.ndarray) -> Tensor:
+        """The float32 vectors of some items of any shards, in the order of the numbers."""
+        order = np.argsort(numbers, kind="stable")
+        ordered = numbers[order]
+        found: Tensor | None = None
+        for shard in self.shards:
+            begin, end = np.searchsorted(ordered, [shard.first, shard.last])
+            if begin < end:
+                rows = self.rows(shard, ordered[begin:end])
+                found = torch.empty(len(numbers), rows.shape[1]) if found is None else found
+                found[torch.from_numpy(order[begin:end])] = rows
+        return torch.empty(0, 0) if found is None else found
+
     def between(self, first: int, last: int) -> Tensor:
         """The float32 vectors of items first .. last - 1, of any shards."""
         parts = []
@@ -136,6 +152,28 @@ def encode_missing(
             "see"
         )
     return sum(collectives.sum_ints([total]))
+
+
+def encode_together(
+    store: VectorStore,
+    item: Callable[[int], Item],
+    encode: Callable[[Sequence[tuple[Item, Kind]]], np.ndarray],
+    session: Session,
+    *,
+    unit: bool,
+) -> None:
+    """Encode all shards by a model whose ranks must run together, as those of sharded weights must. Collective.
+
+    `encode` is called equally often on all ranks, without items where a rank has no shard left. `unit`: vectors get
+    length 1.
+    """
+    for first in range(0, len(store.shards), session.world_size):
+        own = store.shards[first : first + session.world_size][session.rank : session.rank + 1]
+        vectors = encode([(item(number), store.kind) for shard in own for number in range(shard.first, shard.last)])
+        for shard in own:
+            _check_finite(vectors, store.kind)
+            store.write(shard, first_dims(vectors, vectors.shape[1], unit))
+    session.barrier()
 
 
 def _bounds(num_items: int) -> Iterator[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vembed.config.rhythm import Rhythm
 from vembed.config.schema import TrainConfig
 from vembed.training.averaging import WeightAverage
+from vembed.training.epoch_mining import EpochMiner
 from vembed.training.guards import Guards
 from vembed.training.hooks import Hook
 from vembed.training.patience import Patience
@@ -13,12 +14,14 @@ from vembed.training.schedule import Schedule
 
 
 def configured_hooks(config: TrainConfig, rhythm: Rhythm, schedule: Schedule) -> list[Hook]:
-    """Return the hooks of the options `ema`, `guards`, `patience` and `push_to_hub`."""
+    """Return the hooks of the options `ema`, `guards`, `mine`, `patience` and `push_to_hub`."""
     hooks: list[Hook] = []
     if config.ema is not None:
         hooks.append(WeightAverage(config.ema))
     if config.guards:
         hooks.append(Guards(config))
+    if config.mine is not None:
+        hooks.append(EpochMiner(config.mine))
     if rhythm.patience is not None:
         hooks.append(Patience(rhythm.patience, schedule.warmup_steps))
     if config.push_to_hub is not None:

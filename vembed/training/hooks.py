@@ -31,10 +31,11 @@ from torch import Tensor
 
 from vembed.config.rhythm import Rhythm
 from vembed.config.schema import TrainConfig
-from vembed.data.rank_batch import RankBatch
+from vembed.data.rank_batch import RankBatch, RankBatchStream
 from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.query_results import QueryResults
+from vembed.training.interrupts import Interrupts
 from vembed.training.loop_state import LoopState
 from vembed.training.parts import RunData, RunModel
 from vembed.training.step import BatchResult, ContrastiveStep
@@ -55,6 +56,9 @@ class Run(Protocol):
     """How often the run is evaluated, saved and logged."""
     step: ContrastiveStep
     """Built after `on_build`."""
+    stream: RankBatchStream
+    """Built after `on_build`. Its `store` gives the examples of the batches."""
+    interrupts: Interrupts
     hooks: Hooks
     """All hooks of the run."""
 

@@ -166,7 +166,7 @@ class Trainer:
         group: list[RankBatch] = []
         while state.step < data.total_steps and not self.interrupts.ends_early:
             if not group:  # otherwise the step is replayed after it ran out of memory
-                self.hooks.before_step(state.step + 1, self._new_epoch())
+                self._before_step()
                 with self.step.timer("data"):
                     group = [next(self.batches) for _ in range(data.batches_per_step)]
             report = StepReport(state.step + 1, data.epoch_at(state.step + 1))
@@ -307,6 +307,13 @@ class Trainer:
         )
 
     # ---- parts of a step ---------------------------------------------------------------------------------------
+
+    def _before_step(self) -> None:
+        """Let the hooks prepare the next step. A mining that is stopped is done again by the run that resumes."""
+        try:
+            self.hooks.before_step(self.state.step + 1, self._new_epoch())
+        except EvaluationStopped:
+            raise self.stopped() from None
 
     def _update_weights(self, report: StepReport) -> None:
         """Synchronise the gradients that are not reduced yet, take the optimizer step and count it. Collective."""

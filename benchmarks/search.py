@@ -1,0 +1,76 @@
+"""python -m benchmarks.search: time and memory of the exact search, beside the bare matrix product."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vembed.mining.known import Pairs
+from vembed.mining.mining_run import open_session
+from vembed.mining.search import DOCUMENT_TILE, QUERY_TILE, search
+from vembed.mining.vectors import VectorStore
+
+K = 100
+
+
+def random_store(folder: Path, number: int, dim: int) -> VectorStore:
+    """Random vectors of length 1 on disk, shard by shard."""
+    store = VectorStore(folder, "document", np.arange(number), "float32")
+    random = np.random.default_rng(0)
+    for shard in store.shards:
+        vectors = random.standard_normal((shard.last - shard.first, dim), np.float32)
+        store.write(shard, vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+    return store
+
+
+def bare_product(queries_QD: torch.Tensor, store: VectorStore) -> None:
+    """Multiply all vectors in tiles, and drop the scores."""
+    room = torch.empty(DOCUMENT_TILE * QUERY_TILE)
+    tiles = queries_QD.split(QUERY_TILE)
+    for shard in store.shards:
+        for _, documents in store.tiles(shard, DOCUMENT_TILE):
+            for queries in tiles:
+                scores = room[: len(queries) * len(documents)].view(len(queries), len(documents))
+                torch.mm(queries, documents.T, out=scores)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return the duration of a call."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Time both in turns and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, default=1_000_000)
+    parser.add_argument("--queries", type=int, default=10_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=2)
+    arguments = parser.parse_args()
+    queries = torch.nn.functional.normalize(torch.randn(arguments.queries, arguments.dim), dim=1)
+    nothing = Pairs.of(np.zeros(0), np.zeros(0))
+    figures: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder, open_session(None, None) as (session, _):
+        store = random_store(Path(folder), arguments.documents, arguments.dim)
+        for _ in range(arguments.rounds):
+            bare = seconds(lambda: bare_product(queries, store))
+            whole = seconds(lambda: search(queries, store, len(store), K, nothing, session))
+            figures.append({"product": bare, "search": whole, "ratio": whole / bare})
+            print(json.dumps(figures[-1]), flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(f"best of {arguments.rounds}: search {min(one['search'] for one in figures):.1f} s, product "
+          f"{min(one['product'] for one in figures):.1f} s; peak memory {peak / 1e9:.2f} GB")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Claims against float64: a candidate is claimed if another query with its positive is nearer to it."""
+
+import numpy as np
+import pytest
+
+from tests.harness import run_ranks
+from tests.mining.data import run, write_data
+from tests.mining.test_ranks import mined
+from vembed.distributed.session import Session
+from vembed.mining.claims import CONSIDERED, NEAREST, ClaimFinder
+from vembed.mining.config import MineConfig
+from vembed.mining.known import Pairs
+from vembed.mining.mining_run import open_session
+from vembed.mining.vectors import VectorStore
+
+NUM_QUERIES, NUM_DOCUMENTS, DIM = 60, 400, 6
+
+
+def store(folder, kind, vectors):
+    found = VectorStore(folder, kind, np.arange(len(vectors)), "float32")
+    for shard in found.shards:
+        found.write(shard, vectors[shard.first : shard.last])
+    return found
+
+
+def data():
+    random = np.random.default_rng(0)
+    queries, documents = (
+        one / np.linalg.norm(one, axis=1, keepdims=True)
+        for one in (random.normal(size=(count, DIM)).astype(np.float32) for count in (NUM_QUERIES, NUM_DOCUMENTS))
+    )
+    pairs = random.integers(0, [NUM_QUERIES, NUM_DOCUMENTS], (90, 2))
+    return queries, documents, Pairs.of(pairs[:, 0], pairs[:, 1])
+
+
+def expected(queries, documents, positives):
+    """[Q, N] by the definition, in float64."""
+    sums = queries[positives.queries].astype(np.float64) + documents[positives.documents]
+    scores = sums @ documents.T.astype(np.float64)  # [pairs, N]
+    found = np.zeros((len(queries), len(documents)), bool)
+    for query in range(len(queries)):
+        own_documents = positives.documents[positives.queries == query]
+        own = (positives.queries == query) | np.isin(positives.documents, own_documents)
+        best = np.where(own[:, None], scores, -np.inf).max(axis=0)
+        found[query] = np.where(own[:, None], -np.inf, scores).max(axis=0) > best
+    return found
+
+
+def test_claims_are_those_of_the_definition(tmp_path):
+    queries, documents, positives = data()
+    order = np.argsort(-(queries @ documents.T), axis=1)[:, :CONSIDERED]
+    scores = np.take_along_axis(queries @ documents.T, order, axis=1)
+    with open_session(None, None) as (session, _):
+        assert isinstance(session, Session)
+        finder = ClaimFinder(
+            store(tmp_path, "query", queries), store(tmp_path, "document", documents), positives, tmp_path / "pairs",
+            session,
+        )  # fmt: skip
+        found = finder.claimed(10, order[10:], scores[10:], np.full(50, np.inf))
+        limit = scores[10:, 20] - 1e-6
+        limited = finder.claimed(10, order[10:], scores[10:], limit)
+    wanted = np.take_along_axis(expected(queries, documents, positives), order, axis=1)[10:]
+    num_own = np.bincount(positives.queries, minlength=NUM_QUERIES).max()
+    assert num_own < NEAREST
+    assert 0.2 < wanted.mean() < 0.999
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(limited, wanted & (scores[10:] <= limit[:, None]))
+
+
+@pytest.fixture
+def options(tmp_path):
+    found = write_data(tmp_path)
+    del found["relative_margin"]
+    return found
+
+
+def test_claimed_candidates_come_first_where_no_limit_is_given(options):
+    by_default, _ = run(options, scores=True)
+    asked, _ = run(options, scores=True, relative_margin=0.05, prefer_claimed=True)
+    strict, _ = run(options, scores=True, relative_margin=0.05)
+    assert by_default != strict
+    for row in (*asked, *strict):
+        assert all(score <= 0.95 * min(row["positive_scores"]) + 1e-5 for score in row["negative_scores"])
+    highest = [max(row["negative_scores"], default=-1) / min(row["positive_scores"]) for row in by_default]
+    assert 0.95 < max(highest) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("given", ["relative_margin", "margin", "max_score", "threshold"])
+def test_a_limit_that_is_given_leaves_claims_out(given):
+    base = {"model_name": "m", "data_path": "d", "output_path": "o.jsonl"}
+    assert MineConfig(**base).takes_claimed
+    assert not MineConfig(**base, **{given: None}).takes_claimed
+    assert MineConfig(**base, **{given: None}, prefer_claimed=True).takes_claimed
+    assert not MineConfig(**base, prefer_claimed=False).takes_claimed
+
+
+def test_two_ranks_find_the_claims_of_one(options, tmp_path):
+    found = []
+    for world_size in (1, 2):
+        own = {
+            **options,
+            "work_dir": str(tmp_path / f"w{world_size}"),
+            "output_path": str(tmp_path / f"{world_size}.jsonl"),
+        }
+        outcomes = run_ranks(mined, world_size, own)
+        found.append((outcomes[0][0], (tmp_path / f"{world_size}.jsonl").read_text()))
+    assert found[0] == found[1]

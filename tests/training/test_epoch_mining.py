@@ -1,0 +1,177 @@
+"""`mine`: negatives by the run's own model between epochs, the same on any ranks and after an interruption."""
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import vembed
+from tests.harness import run_ranks
+from tests.tiny import shared, texts, tiny_bert_st
+from vembed.errors import RunError, UserError
+from vembed.training.epoch_mining import FOLDER, EpochMiner
+from vembed.training.hooks import Hook
+from vembed.training.integrity import MANIFEST
+
+NUM_ROWS = 24
+MINE = {"every_epochs": 1, "num_negatives": 3, "top_k": 10, "relative_margin": None}
+
+
+def write(path: Path) -> Path:
+    found = texts(NUM_ROWS, seed=3, shortest=5, longest=9)
+    rows = [
+        {"query": text.rpartition(" ")[0], "positive": text, "negatives": [found[number - 1]] if number % 2 else []}
+        for number, text in enumerate(found)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def config(tmp_path):
+    return {
+        "model_name": str(shared(tiny_bert_st)), "data_path": str(write(tmp_path / "train.jsonl")), "batch_size": 8,
+        "epochs": 3, "output_dir": str(tmp_path / "run"), "report_to": "none", "strategy": "single",
+        "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 0, "optim": "sgd", "mine": MINE,
+    }  # fmt: skip
+
+
+class Seen(Hook):
+    """Mined documents and losses of each step."""
+
+    def __init__(self, fails_after=None):
+        self.fails_after = fails_after
+        self.documents, self.losses, self.batches = [], [], []
+
+    def on_start(self, run):
+        self.run = run
+        self.miner = next(hook for hook in run.hooks._all if isinstance(hook, EpochMiner))
+
+    def on_step(self, report):
+        self.documents.append(self.miner._numbers.tolist())
+        self.losses.append(report.outcome.loss)
+        self.batches.append([len(report.batches[0][0].negative), sorted(report.batches[0][0].where)])
+        if report.step == self.fails_after:
+            raise RunError("killed")
+
+
+def train(config, **changes):
+    seen = Seen(changes.pop("fails_after", None))
+    result = None
+    with contextlib.suppress(RunError):
+        result = vembed.train({**config, **changes}, hooks=[seen])
+    return seen, result
+
+
+def test_each_epoch_has_negatives_of_its_own(config):
+    seen, result = train(config)
+    assert len(seen.losses) == 9
+    first, second, third = seen.documents[:3], seen.documents[3:6], seen.documents[6:]
+    assert first == [first[0]] * 3
+    assert second == [second[0]] * 3
+    assert first[0] != second[0] != third[0]
+    assert all(sum(number >= 0 for number in row) == 3 for row in first[0])
+    text = (result.output_dir / "training_log.txt").read_text()
+    lines = [line.partition("mine: ")[2] for line in text.splitlines() if "mine: before" in line]
+    assert [line.partition(",")[0] for line in lines] == [f"before epoch {epoch}" for epoch in (1, 2, 3)]
+    assert "72 negatives for 24 examples (mean score 0." in lines[0]
+    assert "100.0% new" in lines[0]
+    logged = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    mined = [line["step"] for line in logged if "mine/score" in line]
+    assert mined == [1, 4, 7]
+    assert not (result.output_dir / FOLDER).exists()
+    # The batches get them: the data have a negative for every second row.
+    plain = [sum(int(where.rpartition(":")[2]) % 2 == 0 for where in batch) for _, batch in seen.batches]
+    assert [count for count, _ in seen.batches] == [own + 3 * 8 for own in plain]
+
+
+def test_no_known_positive_and_no_own_negative_is_mined(config):
+    seen, _ = train(config, epochs=1)
+    miner, found = seen.miner._miner, texts(NUM_ROWS, seed=3, shortest=5, longest=9)
+    for row, numbers in enumerate(seen.documents[0]):
+        mined = {miner.documents.item(number).text for number in numbers}
+        assert len(mined) == 3
+        assert found[row] not in mined
+        if row % 2:
+            assert found[row - 1] not in mined
+
+
+def test_the_order_of_the_data_is_that_without_mining(config):
+    class Order(Hook):
+        def __init__(self):
+            self.rows = []
+
+        def on_step(self, report):
+            self.rows.append(report.batches[0][0].where)
+
+    orders = []
+    for changes in ({}, {"mine": None}):
+        order = Order()
+        vembed.train({**config, **changes, "output_dir": f"{config['output_dir']}-{len(orders)}"}, hooks=[order])
+        orders.append(order.rows)
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("saved, killed", [(1, 5), (3, 4)], ids=["inside an epoch", "between epochs"])
+def test_a_killed_run_goes_on_with_the_same_negatives(config, tmp_path, saved, killed):
+    whole, _ = train(config, output_dir=str(tmp_path / "whole"))
+    before, _ = train(config, save_steps=saved, fails_after=killed)
+    after, result = train(config, save_steps=saved, resume=True)
+    done = killed - 1  # the checkpoint of the step that fails was not written any more
+    assert after.losses == whole.losses[done:]
+    assert before.documents[:done] + after.documents == whole.documents
+    assert result.steps == 9
+
+
+def test_the_negatives_are_part_of_the_checkpoint(config):
+    _, result = train(config, epochs=1, save_steps=3)
+    folder = result.output_dir / "checkpoint-3"
+    index = json.loads((folder / "index.json").read_text())
+    name = next(name for name in index if name.endswith("mine.negatives"))
+    files = {chunk["file"] for chunk in index[name]["chunks"]}
+    assert files <= set(json.loads((folder / MANIFEST).read_text())["files"])
+    assert index[name]["shape"] == [NUM_ROWS, 3]
+
+
+def test_other_documents_are_refused(config, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(20, seed=9)))
+    options = {**config, "mine": {**MINE, "corpus_path": str(corpus)}}
+    seen, result = train(options, epochs=1, save_steps=2)
+    mined = {number for row in seen.documents[0] for number in row}
+    assert max(mined) < seen.miner._miner.documents.num_candidates <= 20
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(20, seed=10)))
+    shutil.rmtree(result.output_dir / "final")
+    shutil.rmtree(result.output_dir / "checkpoint-3", ignore_errors=True)
+    with pytest.raises(UserError, match="the documents that are mined have changed"):
+        vembed.train({**options, "epochs": 1, "save_steps": 2, "resume": True})
+
+
+def test_epochs_between_have_the_negatives_of_the_last_mining(config):
+    seen, _ = train(config, mine={**MINE, "every_epochs": 2, "at_start": False})
+    assert all(number == -1 for row in seen.documents[0] for number in row)
+    assert seen.documents[3] == seen.documents[0]
+    assert seen.documents[6] != seen.documents[0]
+
+
+def mined_on_a_rank(config):
+    seen, _ = train(config)
+    return seen.documents, seen.losses
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_mine_what_one_mines(config, tmp_path, strategy):
+    documents, losses = mined_on_a_rank({**config, "epochs": 2, "output_dir": str(tmp_path / "one")})
+    options = {**config, "epochs": 2, "strategy": strategy, "batch_size": 4}
+    found = run_ranks(mined_on_a_rank, 2, options, process_group=False, timeout=110)
+    assert found[0][0] == found[1][0] == documents
+    assert found[0][1] == pytest.approx(losses, rel=1e-5)
+
+
+def test_labelled_data_are_refused(config, tmp_path):
+    path = tmp_path / "labelled.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "label": str(n % 3)}) + "\n" for n, text in enumerate(texts(12))))
+    with pytest.raises(UserError, match="mine needs pairs of queries and documents"):
+        vembed.train({**config, "data_path": str(path)})

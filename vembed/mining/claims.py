@@ -1,0 +1,79 @@
+"""Claims: which candidates of a query are nearer to another query of the data and its known positive.
+
+A document d is claimed if some other query q' with a known positive p' has s(q', d) + s(p', d) above the same sum of
+the query itself. A relevant document that nobody has marked is near to its query and to the query's positives, so few
+claimed candidates are relevant; a hard negative is usually near to what another query asks for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from vembed.distributed.session import Session
+from vembed.mining.known import Pairs
+from vembed.mining.search import search
+from vembed.mining.vectors import VectorStore
+
+CONSIDERED = 40
+"""Candidates per query for which claims are looked for, the best ones that score no higher than a known positive."""
+NEAREST = 8
+"""Known pairs nearest to a candidate that are looked at."""
+BLOCK = 32_768
+"""Documents that are searched for together."""
+
+
+class ClaimFinder:
+    """Finds claims by an exact search among the sums of the vectors of all known pairs."""
+
+    def __init__(
+        self, queries: VectorStore, documents: VectorStore, positives: Pairs, folder: Path, session: Session
+    ) -> None:
+        """Write the vectors of the pairs that are not in `folder` yet. Collective."""
+        self._documents, self._positives, self._session = documents, positives, session
+        keys = queries.keys[positives.queries] * 31 + documents.keys[positives.documents]
+        self._pairs = VectorStore(folder, "query", keys, queries.dtype_name)
+        self._codes = positives.queries << 32 | positives.documents  # ascending, as pairs are
+        for shard in self._pairs.missing(self._pairs.of_rank(session)):
+            own = slice(shard.first, shard.last)
+            total = queries.take(positives.queries[own]) + documents.take(positives.documents[own])
+            self._pairs.write(shard, total.numpy())
+        session.barrier()
+
+    def claimed(self, first: int, candidates_QK: np.ndarray, scores_QK: np.ndarray, limit_Q: np.ndarray) -> np.ndarray:
+        """[Q, K] which candidates of queries first, first + 1, ... are claimed. Collective.
+
+        Only the first CONSIDERED of each query that score at most its limit are looked at.
+        """
+        eligible = (candidates_QK >= 0) & (scores_QK <= limit_Q[:, None])
+        eligible &= np.cumsum(eligible, axis=1) <= CONSIDERED
+        found = np.zeros(candidates_QK.shape, bool)
+        place = np.flatnonzero(eligible)
+        if not len(place) or not len(self._positives):
+            return found
+        documents, which = np.unique(candidates_QK.ravel()[place], return_inverse=True)
+        nearest = np.concatenate(
+            [self._nearest(documents[start : start + BLOCK]) for start in range(0, len(documents), BLOCK)]
+        )
+        query = first + place // candidates_QK.shape[1]
+        found.ravel()[place] = self._is_claimed(query, nearest[which])
+        return found
+
+    def _nearest(self, documents: np.ndarray) -> np.ndarray:
+        """[n, NEAREST] known pairs nearest to each document, -1 where there are fewer."""
+        nothing = Pairs(np.zeros(0, np.int64), np.zeros(0, np.int64))
+        vectors = self._documents.take(documents)
+        return search(vectors, self._pairs, len(self._positives), NEAREST, nothing, self._session)[0]
+
+    def _is_claimed(self, query_N: np.ndarray, pairs_NR: np.ndarray) -> np.ndarray:
+        """[n] True where a pair of another query comes before all that speak for the query itself."""
+        there = pairs_NR >= 0
+        pairs = np.where(there, pairs_NR, 0)
+        # A pair speaks for the query if it is its own, or if the pair's document is a positive of the query too.
+        codes = query_N[:, None] << 32 | self._positives.documents[pairs]
+        shared = self._codes[np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)] == codes
+        own = there & (shared | (self._positives.queries[pairs] == query_N[:, None]))
+        other = there & ~own
+        result: np.ndarray = other.any(axis=1) & (other.argmax(axis=1) < np.where(own.any(1), own.argmax(1), NEAREST))
+        return result
