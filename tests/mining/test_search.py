@@ -32,9 +32,11 @@ def found_by_sort(scores, k, excluded):
 @pytest.mark.parametrize("num_queries", [1, 5, 33])
 @pytest.mark.parametrize("num_documents", [3, 64, 257, 1000])
 @pytest.mark.parametrize("k", [1, 10, 70])
-def test_equal_to_a_sort(num_queries, num_documents, k, monkeypatch):
+@pytest.mark.parametrize("first", [1, 8192])
+def test_equal_to_a_sort(num_queries, num_documents, k, first, monkeypatch):
     monkeypatch.setattr(search, "QUERY_TILE", 16)
     monkeypatch.setattr(search, "DOCUMENT_TILE", 70)
+    monkeypatch.setattr(search, "FIRST", first)
     draw = np.random.default_rng(num_documents * k)
     # Whole numbers give exact sums and many ties.
     queries = draw.integers(-2, 3, (num_queries, 6)).astype(np.float32)
@@ -59,6 +61,7 @@ def test_keys_sort_as_scores_and_then_numbers():
 
 def test_nothing_is_lost_where_later_documents_are_better(monkeypatch):
     """Scores that rise: every block passes the threshold."""
+    monkeypatch.setattr(search, "FIRST", 1)
     documents = torch.linspace(-1, 1, 3000)[:, None]
     found, _ = found_by_tiles(torch.ones(3, 1), documents, 20, Pairs.of(np.zeros(0), np.zeros(0)), 512)
     assert found.tolist() == [list(range(2999, 2979, -1))] * 3

@@ -12,10 +12,12 @@ from vembed.mining.known import Pairs
 from vembed.mining.vectors import VectorStore
 
 DOCUMENT_TILE = 2048
-QUERY_TILE = 256
-"""At most DOCUMENT_TILE x QUERY_TILE scores exist at once: 2 MiB, which stay in a CPU's cache."""
-BLOCK = 64
+QUERY_TILE = 1024
+"""At most DOCUMENT_TILE x QUERY_TILE scores exist at once: 8 MiB, so that the calls beside the product are few."""
+BLOCK = 16
 """Documents whose highest score is compared with the threshold first; only blocks above it are looked at."""
+FIRST = 8192
+"""Documents that are sorted tile by tile before the threshold decides: it is high enough then that few pass."""
 WAITING = 24
 """Candidates per query that may wait before they are sorted in and the threshold rises."""
 GATHERED_QUERIES = 8192
@@ -37,19 +39,28 @@ class TopK:
                 range(0, len(queries_QD), QUERY_TILE), torch.split(queries_QD, QUERY_TILE), strict=True
             )
         ]
-        self._buffer = torch.empty(DOCUMENT_TILE * QUERY_TILE, device=self.device)
+        self._room = _Room(self.device)
 
     def see(self, documents_TD: Tensor, first: int) -> None:
         """Take in documents first, first + 1, ..., at most DOCUMENT_TILE, in ascending order of their numbers."""
         documents_DT = documents_TD.to(self.device).T
         for tile in self._tiles:
-            tile.see(documents_DT, first, self._buffer)
+            tile.see(documents_DT, first, self._room)
 
     def keys(self) -> Tensor:
         """[Q, k] one whole number per (score, document), best first; NOTHING where there are fewer than k."""
         if not self._tiles:
             return torch.empty((0, self.k), dtype=torch.int64, device=self.device)
         return torch.cat([tile.finish() for tile in self._tiles])
+
+
+class _Room:
+    """Memory that all tiles use in turn: fresh memory for each would cost more than what is done in it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.scores = torch.empty(DOCUMENT_TILE * QUERY_TILE, device=device)
+        self.highest = torch.empty(DOCUMENT_TILE // BLOCK * QUERY_TILE, device=device)
+        self.is_above = torch.empty(DOCUMENT_TILE // BLOCK * QUERY_TILE, dtype=torch.bool, device=device)
 
 
 class _QueryTile:
@@ -61,30 +72,35 @@ class _QueryTile:
         device = queries_QD.device
         codes = (excluded.queries - first_query) << 32 | excluded.documents
         self.excluded = torch.from_numpy(codes).to(device)  # ascending, as pairs are
-        by_document = np.argsort(excluded.documents, kind="stable")
-        self.excluded_queries = torch.from_numpy(excluded.queries[by_document] - first_query).to(device)
-        self.excluded_documents = torch.from_numpy(excluded.documents[by_document]).to(device)
+        self.most_excluded = int(np.bincount(excluded.queries - first_query).max()) if len(excluded) else 0
         self.best = torch.full((self.num_queries, k), NOTHING, dtype=torch.int64, device=device)
         self.threshold = torch.full((self.num_queries,), -torch.inf, device=device)
-        self.is_full = False
+        self.num_seen = 0
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.num_waiting = 0
 
-    def see(self, documents_DT: Tensor, first: int, buffer: Tensor) -> None:
+    def see(self, documents_DT: Tensor, first: int, room: _Room) -> None:
         num_documents = documents_DT.shape[1]
-        scores = buffer[: self.num_queries * num_documents].view(self.num_queries, num_documents)
-        torch.mm(self.queries_QD, documents_DT, out=scores)
-        if not self.is_full:
-            self._take_all(scores, first)
+        scores_QT = room.scores[: self.num_queries * num_documents].view(self.num_queries, num_documents)
+        torch.mm(self.queries_QD, documents_DT, out=scores_QT)
+        if self.num_seen < FIRST:
+            self.num_seen += num_documents
+            self._take_best(scores_QT, first)
             return
-        whole = num_documents // BLOCK * BLOCK
-        if whole:
-            blocks = scores.as_strided((self.num_queries, whole // BLOCK, BLOCK), (num_documents, BLOCK, 1))
-            query, block = torch.nonzero(blocks.amax(2) > self.threshold[:, None], as_tuple=True)
-            self._take(blocks[query, block], query, first + block * BLOCK)
-        if whole < num_documents:
-            everyone = torch.arange(self.num_queries, device=scores.device)
-            self._take(scores[:, whole:], everyone, torch.full_like(everyone, first + whole))
+        width = num_documents // BLOCK
+        if width:
+            # Block b is the columns b, b + width, b + 2 width, ...: the maximum over a block runs over whole vectors.
+            blocks_QBW = scores_QT.as_strided((self.num_queries, BLOCK, width), (num_documents, width, 1))
+            highest_QW = room.highest[: self.num_queries * width].view(self.num_queries, width)
+            is_above_QW = room.is_above[: self.num_queries * width].view(self.num_queries, width)
+            torch.amax(blocks_QBW, 1, out=highest_QW)
+            torch.gt(highest_QW, self.threshold[:, None], out=is_above_QW)
+            query, block = torch.nonzero(is_above_QW, as_tuple=True)
+            self._take(blocks_QBW[query, :, block], query, first + block, width)
+        if width * BLOCK < num_documents:
+            everyone = torch.arange(self.num_queries, device=scores_QT.device)
+            rest = torch.full_like(everyone, first + width * BLOCK)
+            self._take(scores_QT[:, width * BLOCK :], everyone, rest, 1)
         if self.num_waiting > WAITING * self.num_queries:
             self._sort_in()
 
@@ -92,23 +108,21 @@ class _QueryTile:
         self._sort_in()
         return self.best
 
-    def _take_all(self, scores_QT: Tensor, first: int) -> None:
-        """The first tiles, while there are fewer than k candidates: nothing can be skipped yet."""
-        num_documents = scores_QT.shape[1]
-        documents = torch.arange(first, first + num_documents, device=scores_QT.device)
-        keys = as_keys(scores_QT, documents)
-        begin, end = torch.searchsorted(
-            self.excluded_documents, torch.tensor([first, first + num_documents], device=keys.device)
-        ).tolist()
-        keys[self.excluded_queries[begin:end], self.excluded_documents[begin:end] - first] = NOTHING
-        self._keep(keys)
+    def _take_best(self, scores_QT: Tensor, first: int) -> None:
+        """Let the k best of one of the first tiles wait, and all that are equal to the last of them."""
+        k = min(self.k + self.most_excluded, scores_QT.shape[1])
+        lowest = torch.maximum(scores_QT.topk(k, dim=1, sorted=False).values.amin(1), self.threshold)
+        query, document = torch.nonzero(scores_QT >= lowest[:, None], as_tuple=True)
+        self._wait(query, as_keys(scores_QT[query, document], first + document), first + document)
+        self._sort_in()
 
-    def _take(self, values_NB: Tensor, query: Tensor, first: Tensor) -> None:
-        """Let those of some blocks wait that are above the threshold; each block has its query and first document.
+    def _take(self, values_NB: Tensor, query: Tensor, first: Tensor, stride: int) -> None:
+        """Let those of some blocks wait that are above the threshold; each block has its query and first document, and
+        its documents are `stride` apart.
 
         Documents come in ascending order: of equal scores the earlier one stays, so above is what counts."""
         row, place = torch.nonzero(values_NB > self.threshold[query][:, None], as_tuple=True)
-        documents = first[row] + place
+        documents = first[row] + place * stride
         self._wait(query[row], as_keys(values_NB[row, place], documents), documents)
 
     def _wait(self, query: Tensor, keys: Tensor, documents: Tensor) -> None:
@@ -137,9 +151,7 @@ class _QueryTile:
         """The k best of those so far and these."""
         self.best = torch.cat([self.best, keys_QN], dim=1).topk(self.k, dim=1).values
         last = self.best[:, -1]
-        self.is_full = bool((last != NOTHING).all())
-        if self.is_full:
-            self.threshold = scores_of(last)
+        self.threshold = scores_of(last)  # -inf where there are fewer than k
 
 
 def search(
