@@ -16,11 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vembed.config.entries import LossTerm
 from vembed.config.schema import TrainConfig
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
+from vembed.losses.targets import TeacherVectors
 
 GIBIBYTE = 2**30
+TEACHER = "teacher"
+TAUGHT = [
+    LossTerm(loss="infonce", guide=TEACHER),
+    LossTerm(loss="kl", teacher=TEACHER, distill_candidates="batch"),
+    LossTerm(loss="spread_out"),
+]
 
 
 def make_batch(num_rows: int, dim: int) -> LossBatch:
@@ -113,12 +121,21 @@ class Size(NamedTuple):
     gradient_gib: float
 
 
-def measure(num_rows: int, num_own_rows: int, dim: int, dims: list[int]) -> Size:
-    """Return the process's peak memory beyond the embeddings and their gradient. Run it in a process of its own."""
-    config = TrainConfig(model_name="", data_path="", use_mrl=len(dims) > 1, mrl_dims=dims)
-    warm = make_batch(64, dim)
+def with_teacher(batch: LossBatch) -> LossBatch:
+    """Return the batch with a teacher's vectors of the same size."""
+    vectors = F.normalize(torch.randn(batch.embeddings.shape, generator=torch.Generator().manual_seed(1)), dim=1)
+    return replace(batch, teachers={TEACHER: TeacherVectors(vectors, batch.query, batch.positive, batch.negative)})
+
+
+def measure(num_rows: int, num_own_rows: int, dim: int, dims: list[int], *, taught: bool = False) -> Size:
+    """Return the process's peak memory beyond the embeddings and their gradient. Run it in a process of its own.
+    `taught`: with a guide, kl over the whole batch and spread_out beside InfoNCE."""
+    config = TrainConfig(
+        model_name="", data_path="", use_mrl=len(dims) > 1, mrl_dims=dims, losses=TAUGHT if taught else None
+    )
+    warm = with_teacher(make_batch(64, dim))
     build_loss(config)(warm).backward()
-    batch = replace(make_batch(num_rows, dim), own_rows=slice(0, num_own_rows))
+    batch = replace(with_teacher(make_batch(num_rows, dim)), own_rows=slice(0, num_own_rows))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     start = time.perf_counter()
     build_loss(config)(batch).backward()
@@ -128,11 +145,12 @@ def measure(num_rows: int, num_own_rows: int, dim: int, dims: list[int]) -> Size
     return Size(seconds, (peak - before - gradient) / GIBIBYTE, gradient / GIBIBYTE)
 
 
-def print_memory(num_rows: int, num_own_rows: int, dim: int, dims: list[int]) -> None:
+def print_memory(num_rows: int, num_own_rows: int, dim: int, dims: list[int], *, taught: bool) -> None:
     """Print one line about a loss of this size."""
-    size = measure(num_rows, num_own_rows, dim, dims)
+    size = measure(num_rows, num_own_rows, dim, dims, taught=taught)
+    what = "infonce with guide, kl over the batch and spread_out: " if taught else ""
     print(
-        f"{num_own_rows:,d} of {num_rows:,d} rows, {dim:,d} dims, sizes {dims}, {size.seconds:.1f} s: "
+        f"{what}{num_own_rows:,d} of {num_rows:,d} rows, {dim:,d} dims, sizes {dims}, {size.seconds:.1f} s: "
         f"{size.beyond_gib:.2f} GiB beyond the embeddings and their gradient ({size.gradient_gib:.2f} GiB each)"
     )
 
@@ -145,19 +163,24 @@ def main() -> None:
     parser.add_argument("--memory-own-rows", type=int, help="measure one rank's share of so many rows; default: all")
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5, help="0 leaves the timing part out")
+    parser.add_argument("--sizes", type=int, default=3, help="Matryoshka sizes, each half of the one before")
+    parser.add_argument("--taught", action="store_true", help="memory with a guide, kl and spread_out too")
     parser.add_argument("--only-memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    sizes = [options.dim, options.dim // 2, options.dim // 4]
+    sizes = [options.dim >> number for number in range(options.sizes)]
     if options.only_memory:
         num_own_rows = options.memory_own_rows or options.memory_rows
-        print_memory(options.memory_rows, num_own_rows, options.dim, sizes)
+        print_memory(options.memory_rows, num_own_rows, options.dim, sizes, taught=options.taught)
         return
     if options.repeats:
         for dims in ([options.dim], sizes):
             compare_times(options.rows, options.dim, dims, options.repeats)
     if options.memory_rows:
         # The peak memory of a process never falls, so the measured process must not have timed anything before.
-        subprocess.run([sys.executable, "-m", "benchmarks.loss", "--only-memory", *sys.argv[1:]], check=True)
+        words = [sys.executable, "-m", "benchmarks.loss", "--only-memory", *sys.argv[1:]]
+        if options.taught:
+            subprocess.run([word for word in words if word != "--taught"], check=True)
+        subprocess.run(words, check=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""python -m benchmarks.quality: retrieval quality after equal training steps on both sides, over several seeds."""
+"""python -m benchmarks.quality: retrieval quality after equal training steps on both sides, over several seeds; with
+--teachers, of a student with and without its teacher and of false negatives with and without a guide."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks import distillation
 from benchmarks.cases import Case, Row
 from benchmarks.sides import SIDES
 from benchmarks.train import machine
@@ -43,8 +45,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--side", action="append", choices=SIDES, help=f"default: {', '.join(SIDES_BY_DEFAULT)}")
+    parser.add_argument("--teachers", action="store_true", help="benchmarks.distillation")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments, others = parser.parse_known_args()
+    if arguments.teachers:
+        distillation.main(["--seeds", str(arguments.seeds), *others])
+        return
+    if others:
+        parser.error(f"unknown arguments: {' '.join(others)}")
     if arguments.one:
         print(MARK + json.dumps(one(arguments.one[0], int(arguments.one[1]))))
         return

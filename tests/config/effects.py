@@ -249,7 +249,7 @@ GROUPS: dict[str, Options] = {
     "kept_rest": {"drop_last": False, "batch_size": 5},
     "scaled": {"scale_learning_rate": "linear"},
     "two": {"data_path": ["pairs.jsonl", "more.jsonl"]},
-    "tempered": {"data_path": ["pairs.jsonl", "more.jsonl"], "sampling_alpha": 0.0},
+    "tempered": {"data_path": ["pairs.jsonl", "more.jsonl"], "sampling": "weights"},
     "named": {"data_path": "named.jsonl", "column_mapping": {"ask": "query"}},
     "bad": {"data_path": "bad.jsonl", "on_bad_record": "skip"},
     "mrl": {"use_mrl": True, "mrl_dims": [16, 8]},

@@ -65,6 +65,7 @@ def config(**values: Any) -> TrainConfig:
         ("mix_negatives: 2\nnegatives_from: own_rank", "negatives_from: own_rank leaves them out"),
         ("loss_exchange: ring\nloss: cosent", "loss: cosent compares those of the whole batch at once"),
         ("loss_exchange: ring\nlosses:\n- loss: infonce\n- loss: spread_out", "loss: spread_out compares those"),
+        ("loss: angle\nuse_mrl: true\nmrl_dims: [9, 4]", "mrl_dims has 9: give even sizes"),
         ("losses: [{loss: infonce, learn_temperature: true, temperature: 2}]", "temperature: 2 is where a learned"),
     ],
 )
@@ -117,6 +118,8 @@ def test_global_batch_that_cannot_be_divided() -> None:
         ({"max_steps": 5, "epochs": 2}, "max_steps: 5 decides the length of the run, epochs: 2 does not"),
         ({"base_batch_size": 64}, "base_batch_size: 64 has no effect with scale_learning_rate: none"),
         ({"homogeneous_batches": True}, "homogeneous_batches: true has no effect with a single source in data_path"),
+        ({"sampling": "weights"}, "sampling: weights has no effect with a single source in data_path"),
+        ({"circle_margin": 0.1}, "circle_margin: 0.1 has no effect with loss: infonce"),
         ({"pure_dtype": True}, "pure_dtype: true has no effect with torch_dtype: auto"),
         ({"resume_anyway": True}, "resume_anyway: true has no effect without resume"),
         ({"wandb_project": "x"}, "wandb_project and wandb_tags have no effect with report_to: ['tensorboard']"),

@@ -69,6 +69,26 @@ def test_records_with_a_label_are_pairs_of_their_class(tmp_path: Path) -> None:
     assert store[1].positives[0].text == "text 4"
 
 
+def test_equal_texts_of_a_class_are_no_pair(tmp_path: Path) -> None:
+    texts = ["red", "red", "green", "red", "blue", "green", "blue"]
+    rows = [{"text": text, "label": "ab"[n % 2]} for n, text in enumerate(texts)]  # b has red twice, blue of its own
+    store = opened(tmp_path, [*rows, {"text": "blue", "label": "b"}, {"text": "blue", "label": "a"}])
+    labels = store.labels[0]
+    assert labels is not None
+    assert (labels < 0).tolist() == [False, False, False, True, False, False, True, False, True]
+    schedule = BatchSchedule(store.sizes, 2, 0, labels=store.labels, names=["x"])
+    assert "x: 2 of 2 classes in a batch (3 examples that repeat another one of their class" in schedule.summary()
+    for epoch in range(8):
+        for step in range(schedule.steps_per_epoch):
+            mates = schedule.positives(epoch, step)
+            assert mates is not None
+            for index, mate in zip(schedule.batch(epoch, step).tolist(), mates.tolist(), strict=True):
+                pair = store.pair(index, mate)
+                assert pair.query.text != pair.positives[0].text
+    with pytest.raises(UserError, match="2 classes, of which 1 have two different examples or more"):
+        BatchSchedule([4], 2, 0, labels=[np.array([5, 5, 6, -4])])
+
+
 def test_a_label_beside_a_pair_is_not_read(tmp_path: Path) -> None:
     store = opened(tmp_path, [{"query": "q", "positive": "p", "label": "x"}])
     assert store.labels == [None]

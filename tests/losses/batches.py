@@ -147,7 +147,7 @@ def _sizes_of_a_term(batch: LossBatch, config: TrainConfig, parameters: dict[str
         target = 4.0 / (
             config.teacher_temperature or config.temperature if "temperature" in READS[config.loss] else 1.0
         )
-    rows = 1 if config.loss == "cosent" else max(1, batch.num_rows)  # cosent is one softmax over all pairs
+    rows = 1 if config.loss in ("cosent", "angle") else max(1, batch.num_rows)  # cosent is one softmax over all pairs
     sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
     dims = list(config.mrl_dims or []) if config.use_mrl else [batch.embeddings.shape[1]]
     for dim, weight in zip(dims, (config.mrl_weights if config.use_mrl else None) or [1.0] * len(dims), strict=True):
@@ -156,7 +156,7 @@ def _sizes_of_a_term(batch: LossBatch, config: TrainConfig, parameters: dict[str
         score, slope = 1.0, float(1 / norms.min())
         if config.similarity == "dot":
             score, slope = float(norms.max()) ** 2, float(norms.max())
-        power = 2 if config.loss in ("relational", "spread_out", "margin_mse") else 1
+        power = 2 if config.loss in ("relational", "spread_out", "margin_mse", "circle") else 1
         sizes["loss"] += weight * (scale * score + target) ** power
         sizes["embeddings"] += weight * scale * slope * (score + target) ** (power - 1) / rows
         by_parameter = {"temperature": scale**2 * score, "log_scale": scale * score, "bias": 1.0, "projection": 1.0}

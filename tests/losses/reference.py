@@ -59,6 +59,10 @@ def term_loss(
                 loss = infonce(x, batch, config, scale, contents)
             case "sigmoid":
                 loss = sigmoid(x, batch, config, scale, parameters.get("bias", -10.0), contents)
+            case "circle":
+                loss = circle(x, batch, config, scale)
+            case "angle":
+                loss = angle(z, batch, scale)
             case "cosent":
                 loss = cosent(x, batch, scale)
             case "cosine":
@@ -230,8 +234,40 @@ def sigmoid(
     return loss / max(1, batch.num_rows)
 
 
+def circle(x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float) -> Tensor:
+    rows, loss, margin = Rows(batch, config), x.sum() * 0.0, config.circle_margin
+
+    def of_row(own: Tensor, others: Tensor) -> Tensor:
+        positive = torch.clamp(1 + margin - own, min=0.0).detach() * (own - 1 + margin)
+        negative = torch.clamp(others + margin, min=0.0).detach() * (others - margin)
+        return torch.logaddexp(torch.logsumexp(negative * scale, 0) - positive * scale, x.new_zeros(()))
+
+    for i in rows.own:
+        row = of_row(*rows.forward_scores(x, i)) if len(rows.forward_scores(x, i)[1]) else x.sum() * 0.0
+        if config.bidirectional:
+            own, others = rows.reverse_scores(x, i)
+            row = (row + (of_row(own, others) if len(others) else 0.0)) / 2
+        loss = loss + row
+    return loss / max(1, batch.num_rows)
+
+
+def angle(z: Tensor, batch: LossBatch, scale: Tensor | float) -> Tensor:
+    """As AnglE has it, with complex numbers."""
+    half = z.shape[1] // 2
+    numbers = torch.complex(z[:, :half], z[:, half:])
+    first, second = numbers[batch.query], numbers[batch.positive]
+    quotient = (first * second.conj()) / second.abs().square().sum(1, keepdim=True)
+    quotient = quotient * second.abs().square().sum(1, keepdim=True).sqrt()
+    quotient = quotient / first.abs().square().sum(1, keepdim=True).sqrt()
+    return ordered(torch.abs((quotient.real + quotient.imag).sum(1)), batch, scale)
+
+
 def cosent(x: Tensor, batch: LossBatch, scale: Tensor | float) -> Tensor:
-    similarity = (x[batch.query] * x[batch.positive]).sum(1)
+    return ordered((x[batch.query] * x[batch.positive]).sum(1), batch, scale)
+
+
+def ordered(similarity: Tensor, batch: LossBatch, scale: Tensor | float) -> Tensor:
+    x = similarity
     higher, lower = torch.nonzero(batch.scores[:, None] > batch.scores[None, :], as_tuple=True)
     terms = torch.cat((x.new_zeros(1), (similarity[lower] - similarity[higher]) * scale))
     return torch.logsumexp(terms, 0) * len(range(batch.num_rows)[batch.own_rows]) / max(1, batch.num_rows)

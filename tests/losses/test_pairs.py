@@ -14,10 +14,10 @@ from tests.losses.batches import check, config_of, make_batch
 from vembed.errors import UserError
 from vembed.losses.build import build_loss
 
-MRL = {"use_mrl": True, "mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
+MRL = {"use_mrl": True, "mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 
 
-@pytest.mark.parametrize("loss", ["cosent", "cosine", "triplet"])
+@pytest.mark.parametrize("loss", ["cosent", "angle", "cosine", "triplet"])
 @pytest.mark.parametrize("num_contents", [None, 4])
 @pytest.mark.parametrize(
     "options", [{}, {"similarity": "dot", "temperature": 2.0}, MRL, {**MRL, "similarity": "dot"}], ids=str
@@ -30,7 +30,7 @@ def test_equals_the_reference(options: dict[str, object], num_contents: int | No
 
 @settings(max_examples=60)
 @given(
-    loss=st.sampled_from(["cosent", "cosine", "triplet"]),
+    loss=st.sampled_from(["cosent", "angle", "cosine", "triplet"]),
     num_examples=st.integers(1, 12),
     max_negatives=st.integers(0, 3),
     num_contents=st.sampled_from([1, 3, None]),
@@ -57,7 +57,7 @@ def test_any_size_equals_the_reference(
 
 def test_many_pairs_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vembed.losses.pairs, "PAIRS_AT_ONCE", 3)
-    for loss in ("cosent", "cosine", "triplet"):
+    for loss in ("cosent", "angle", "cosine", "triplet"):
         check(make_batch(11, max_negatives=3), config_of(loss=loss, **MRL))
 
 
@@ -71,7 +71,7 @@ def test_cosent_looks_at_the_order_of_scores_alone() -> None:
     assert float(loss(equal).detach()) == 0.0
 
 
-@pytest.mark.parametrize("loss", ["cosent", "cosine"])
+@pytest.mark.parametrize("loss", ["cosent", "angle", "cosine"])
 def test_scores_are_asked_for(loss: str) -> None:
     batch = replace(make_batch(4), scores=None)
     with pytest.raises(UserError, match=f"loss: {loss} needs a score for every pair"):
@@ -84,3 +84,8 @@ def test_scores_of_another_scale_are_named() -> None:
     with pytest.raises(UserError, match=r"scores from 0 to 5: scale them into \[-1, 1\], or use loss: cosent"):
         build_loss(config_of(loss="cosine"))(batch)
     check(batch, config_of(loss="cosine", similarity="dot"))
+
+
+def test_angle_needs_even_sizes() -> None:
+    with pytest.raises(UserError, match=r"loss: angle reads halves of a vector .* 3 dimensions have none"):
+        build_loss(config_of(loss="angle", use_mrl=True, mrl_dims=[3, 12]))(make_batch(4))

@@ -19,6 +19,7 @@ CASES = [
     {"mask_duplicates": False, "bidirectional": True},
     {"loss": "sigmoid", "use_mrl": True, "mrl_dims": [4, 12]},
     {"loss": "cosent", "learn_temperature": True},
+    {"loss": "angle", "learn_temperature": True},
     {"loss": "cosine"},
     {"loss": "triplet", "use_mrl": True, "mrl_dims": [4, 12]},
 ]

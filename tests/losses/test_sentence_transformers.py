@@ -6,6 +6,7 @@ says how.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,6 +155,24 @@ def test_spread_out() -> None:
     )  # fmt: skip
     theirs = loss.compute_loss_from_embeddings(embeddings)["gor_second_moment"]
     compare(embeddings, {"loss": "spread_out"}, {}, theirs + 2 / DIM, 1.0)
+
+
+def test_angle() -> None:
+    """Labels are compared in order, as in CoSENT: theirs is CoSENT with another similarity."""
+    from sentence_transformers.sentence_transformer.losses import AnglELoss
+    from sentence_transformers.util import pairwise_angle_sim
+
+    embeddings = columns(2, 9)
+    labels = torch.arange(N, dtype=torch.float64).remainder(4) / 3
+    theirs = peer(AnglELoss, similarity_fct=pairwise_angle_sim, scale=20.0).compute_loss_from_embeddings(
+        embeddings, labels
+    )
+    batch = replace(batch_of(embeddings, {}), scores=labels)
+    ours = build_loss(config_of(loss="angle")).double()(batch)
+    assert_close(ours, theirs, 1e-10, "loss")
+    wanted = torch.autograd.grad(theirs, embeddings)
+    for found, gradient in zip(torch.autograd.grad(ours, embeddings), wanted, strict=True):
+        assert_close(found, gradient, 1e-10, "gradient")
 
 
 @pytest.mark.parametrize("loss", ["margin_mse", "spread_out"])

@@ -40,6 +40,11 @@ TERMS: dict[str, dict[str, Any]] = {
         "loss": "infonce", "guide": "vectors", "hardness_alpha": 2.0, "focal_gamma": 2.0, "mix_negatives": 2,
         "hard_negatives_scope": "own", **ALL_TERMS,
     },
+    "circle": {"loss": "circle", "temperature": 0.1},
+    "circle-guided": {
+        "loss": "circle", "guide": "vectors", "guide_margin": 0.1, "circle_margin": 0.4, "temperature": 0.2,
+        "hard_negatives_scope": "own", "false_negative_margin": 0.3, **ALL_TERMS,
+    },
     "guided-sigmoid": {"loss": "sigmoid", "guide": "vectors", "guide_margin": -0.1},
     "kl": {"loss": "kl", "teacher": "vectors", "teacher_temperature": 0.3},
     "kl-reranker": {"loss": "kl", "teacher": "reranker", "temperature": 0.2},

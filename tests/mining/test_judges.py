@@ -16,8 +16,9 @@ from tests.mining.data import documents, read_lines, run, write_data
 from tests.tiny import shared, tiny_qwen3
 from tests.tiny_tokenizers import MAX_POSITIONS, wordpiece_tokenizer
 from vembed.errors import RunError, UserError
+from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT
 from vembed.mining.config import Judge, MineConfig
-from vembed.mining.judges import YES_NO_END, YES_NO_PROMPT, CrossEncoder, YesNoDecoder, answer_of
+from vembed.mining.judges import CrossEncoder, YesNoDecoder, answer_of
 from vembed.mining.mining_run import mine
 
 
@@ -233,14 +234,14 @@ def test_a_decoder_answers_yes_or_no(tmp_path):
     judge = YesNoDecoder(Judge(model=str(tmp_path), max_length=400), options, torch.device("cpu"))
     found = dict(judge.judge(PAIRS[:4]))
     for number, (query, document) in enumerate(PAIRS[:4]):
-        body = f"<Instruct>: {judge._judge.instruction}\n<Query>: {query}\n<Document>: {document}"
+        body = f"<Instruct>: {judge.reranker.instruction}\n<Query>: {query}\n<Document>: {document}"
         ids = [
             one
             for part in (YES_NO_PROMPT, body, YES_NO_END)
-            for one in judge._tokenizer.encode(part, add_special_tokens=False)
+            for one in judge.reranker.tokenizer.encode(part, add_special_tokens=False)
         ]
         with torch.inference_mode():
-            logits = judge._model(torch.tensor([ids])).logits[0, -1, judge._answers]
+            logits = judge.reranker.model(torch.tensor([ids])).logits[0, -1, judge.reranker.answers]
         assert found[number] == pytest.approx(float(torch.softmax(logits, 0)[1]), abs=1e-5)
 
 

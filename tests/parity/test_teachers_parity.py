@@ -56,6 +56,7 @@ DISTILLED = [
     {"loss": "embedding", "weight": 2.0},
     {"loss": "relational"},
     {"loss": "spread_out", "weight": 0.2},
+    {"loss": "circle", "temperature": 0.2, "guide": "teacher", "weight": 0.5},
 ]
 CASES = [
     Case("guide", {**GUIDED, **EVERY_NEGATIVE}, data="several"),
@@ -63,8 +64,10 @@ CASES = [
     Case("guide-in-ring", {**GUIDED, **EVERY_NEGATIVE, "loss_exchange": "ring"}, data="several"),
     Case("everything", {"losses": [GUIDED, *DISTILLED]}, data="several"),
     Case("everything-matryoshka", {"losses": [GUIDED, *DISTILLED], **MRL}, data="several", micro="row"),
-    Case("graded", {"losses": [{"loss": "ranknet"}, {"loss": "listwise"}, {"loss": "kl", "teacher": "scores"}],
-                    "temperature": 0.2}, data="graded", cache=False),
+    Case("graded", {"losses": [{"loss": "ranknet"}, {"loss": "listwise"}, {"loss": "kl", "teacher": "scores"},
+                               {"loss": "angle"}], "temperature": 0.2}, data="graded", cache=False),
+    # The adapters are not left at zero: at the start model itself the anchor has no gradient.
+    Case("anchor", {"anchor_weight": 0.7, "use_lora": True, "lora_r": 2, "lora_dropout": 0.0}, data="several"),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -153,16 +156,21 @@ def answered(case: Case, batch: LossBatch, folder: Path) -> LossBatch:
         return torch.from_numpy(np.stack([rows[place] for place in range(len(keys))]))
 
     vectors, positive, negative, negative_scores = [], [], [], []
+    plain: list[bytes] = []
     for example in examples(case):
         query = item_key(example.query, "query")
         for document in example.positives:
             vectors += [query, item_key(document, "document")]
+            plain += [item_key(example.query, None), item_key(document, None)]
             positive.append(pair_key(example.query, document))
         vectors += [item_key(document, "document") for document in example.negatives]
+        plain += [item_key(document, None) for document in example.negatives]
         negative += [pair_key(example.query, document) for document in example.negatives]
         negative_scores += list(example.negative_scores or ())
     teachers: dict[str, Any] = {}
-    if case.data != "graded":
+    if "anchor_weight" in case.options:  # the start model gives an input one vector in both roles
+        teachers[str(case.folder())] = TeacherVectors(answers(plain, 32), batch.query, batch.positive, batch.negative)
+    elif case.data != "graded":
         scores = answers([*positive, *negative], 1)[:, 0] * 0.5
         teachers = {
             "teacher": TeacherVectors(answers(vectors, 24), batch.query, batch.positive, batch.negative),

@@ -11,6 +11,7 @@ import yaml
 import vembed
 from tests.commands import start
 from tests.guides import STAGE_ONE
+from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert, tiny_bert_st
 from tests.weights.variants import pairs
 from vembed.cli import run_process
@@ -148,6 +149,33 @@ def test_stages_run_once_in_order_and_again_where_something_changed(place, capsy
     assert train("--until", "broad") == 0
     assert Path("output/broad.old-1").is_dir()
     assert "done already" not in capsys.readouterr().err
+
+
+def road_on_a_rank(folder):
+    """Called on every rank, in an environment as torchrun sets it."""
+    os.chdir(folder)
+    return run_process("train", ["cfg.yaml"])
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.promise("C20")
+def test_under_torchrun_all_steps_run_in_the_processes_that_are_there(place):
+    stages = [
+        {"name": "broad", "strategy": "ddp"},
+        {"name": "negatives", "mine": {"data_path": "train.jsonl", "num_negatives": 2}},
+        {"name": "sharp", "strategy": "fsdp"},
+        {"name": "mix", "merge": {"models": ["broad", "sharp"]}},
+        {"name": "check", "evaluate": {"data": "val.jsonl", "require": {"nDCG@10": ">= 0.0"}}},
+    ]
+    written(stages, strategy="auto")
+    assert run_ranks(road_on_a_rank, 2, str(place), timeout=120, process_group=False) == [0, 0]
+    assert states() == dict.fromkeys(("broad", "negatives", "sharp", "mix", "check"), "done")
+    assert vembed.load_config("output/sharp/config.yaml").data_path == "output/negatives/mined.jsonl"
+    for stage, strategy in (("broad", "ddp"), ("sharp", "fsdp")):
+        told = json.loads(Path(f"output/{stage}/run.json").read_text())
+        assert (told["num_processes"], told["strategy"]) == (2, strategy)
+    scores = json.loads(Path("output/check/stage.json").read_text())["scores"]
+    assert f"ndcg@10 {scores['ndcg@10']:.4f}" in Path("output/stages.md").read_text()
 
 
 def test_a_run_that_falls_short_stops_there_and_says_so(place, capsys):

@@ -119,6 +119,27 @@ def test_a_second_start_takes_no_time(tmp_path: Path) -> None:
     assert time.perf_counter() - began < 5
 
 
+def test_two_runs_at_once_share_a_folder(tmp_path: Path) -> None:
+    """Each process writes a file of its own and sees what the others have written; nobody reads half a block."""
+    keys = [number.to_bytes(16, "little") for number in range(40)]
+    rows = np.arange(160, dtype=np.float32).reshape(40, 4)
+    runs = [RowStore(tmp_path, "identity", KIND) for _ in range(2)]
+    for start in range(0, 40, 5):
+        for store, size in zip(runs, (5, 12), strict=True):
+            wanted = range(start, min(start + size, 40))
+            places = [wanted[place] for place in store.missing([keys[one] for one in wanted])]
+            store.add_rows([keys[one] for one in places], rows[places])
+    assert sum(store.num_added for store in runs) == 40, "what the other run has computed is not computed again"
+    files = sorted((tmp_path / "identity").glob("*.answers"))
+    assert len(files) == 2
+    with files[0].open("ab") as file:
+        file.write(b"the beginning of a block that is being written")
+    found = RowStore(tmp_path, "identity", KIND).find_rows(keys)
+    assert len(found) == 40
+    for place, row in found.items():
+        assert np.array_equal(row, rows[place])
+
+
 def test_a_reranker_gives_no_vectors(config: TrainConfig) -> None:
     asked = TrainConfig(**{**config.to_dict(), "losses": [{"loss": "relational", "teacher": "reranker"}]})
     with start_session(asked) as session, pytest.raises(UserError, match="teacher reranker is a reranker"):

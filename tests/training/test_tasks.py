@@ -12,15 +12,17 @@ import pytest
 import torch
 
 import vembed
+from tests.data.pictures import write
 from tests.harness import run_ranks
 from tests.losses.batches import check, config_of, make_batch
-from tests.tiny import shared, texts, tiny_bert
+from tests.tiny import shared, texts, tiny_bert, tiny_clip
 from vembed.config.entries import DataSource
 from vembed.config.loading import resolve_run
-from vembed.config.terms import source_configs
+from vembed.config.sampling import parse_sampling
+from vembed.config.terms import source_batch_sizes, source_configs, task_names, task_numbers
 from vembed.data.batches import BatchSchedule
 from vembed.losses.build import build_loss
-from vembed.training.setup import source_weights
+from vembed.training.datasets import open_sets
 
 
 def files(folder: Path) -> list[dict[str, Any]]:
@@ -47,7 +49,7 @@ def files(folder: Path) -> list[dict[str, Any]]:
     scored = {"losses": [{"loss": "kl", "teacher": "scores", "temperature": 1.0}, {"loss": "infonce", "weight": 0.1}]}
     return [
         {"path": str(folder / "retrieval.jsonl"), "name": "retrieval", "max_negatives": 1},
-        {"path": str(folder / "sts.jsonl"), "name": "sts", **cosent},
+        {"path": str(folder / "sts.jsonl"), "name": "sts", "global_batch_size": 8, **cosent},
         {"path": str(folder / "scored.jsonl"), "name": "scored", **scored},
         {"path": str(folder / "topics.jsonl"), "name": "topics"},
     ]
@@ -56,7 +58,7 @@ def files(folder: Path) -> list[dict[str, Any]]:
 def options(folder: Path, **more: Any) -> dict[str, Any]:
     return {
         "model_name": str(shared(tiny_bert)), "data_path": files(folder), "homogeneous_batches": True,
-        "global_batch_size": 4, "max_steps": 8, "logging_steps": 1, "report_to": [], "learning_rate": 1e-3,
+        "global_batch_size": 4, "max_steps": 10, "logging_steps": 1, "report_to": [], "learning_rate": 1e-3,
         "lr_scheduler_type": "constant", "warmup_ratio": 0.0,
         "output_dir": str(folder / "out"), **more,
     }  # fmt: skip
@@ -82,9 +84,21 @@ def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path: Path) -
     sharded = options(tmp_path, output_dir=str(tmp_path / "two"), strategy="fsdp", use_fsdp=True, save_steps=3)
     run_ranks(train, 2, {**sharded, "max_steps": 3}, timeout=90, process_group=False)
     two = run_ranks(train, 2, {**sharded, "resume": True}, timeout=90, process_group=False)[0]
-    assert [step["step"] for step in two] == list(range(1, 9))
+    assert [step["step"] for step in two] == list(range(1, 11))
     losses = [[step["loss"] for step in steps] for steps in (one, two)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
+
+
+def test_labelled_images_are_pairs_of_their_class(tmp_path: Path) -> None:
+    rows = [{"image": write(tmp_path / f"{n}.jpg", seed=n).name, "label": n % 4} for n in range(12)]
+    (tmp_path / "images.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    settings = options(
+        tmp_path, model_name=str(shared(tiny_clip)), data_path=str(tmp_path / "images.jsonl"),
+        homogeneous_batches=False, max_steps=12, learning_rate=1e-2,
+    )  # fmt: skip
+    losses = [step["loss"] for step in train(settings)]
+    assert "labelled with 4 classes" in (tmp_path / "out" / "training_log.txt").read_text()
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
 def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path: Path) -> None:
@@ -110,6 +124,59 @@ def test_a_task_needs_batches_of_its_own(tmp_path: Path) -> None:
         resolve_run(options(tmp_path, homogeneous_batches=False))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"data_path": [{"path": "a", "batch_size": 4}, "b"]},
+            "a source with a batch size of its own needs batches of",
+        ),
+        (
+            {"data_path": [{"path": "a", "batch_size": 4}, "b"], "homogeneous_batches": True, "global_batch_size": 8},
+            "a has batch_size: 4, and the run counts by global_batch_size: give the source global_batch_size too",
+        ),
+        (
+            {"data_path": [{"path": "a", "global_batch_size": 4}, "b"], "homogeneous_batches": True},
+            "a has global_batch_size: 4, and the run counts by batch_size: give the source batch_size too",
+        ),
+        ({"data_path": ["a", "b"], "sampling": "round_robin"}, "round_robin takes a batch of each source in turn"),
+        ({"data_path": [{"path": "a", "val_data_path": "v"}, "b"]}, "a has val_data_path, and the run has none"),
+    ],
+)
+def test_sources_that_do_not_go_together(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(vembed.UserError, match=message):
+        resolve_run({"model_name": "m", **change})
+
+
+def test_each_task_is_validated_logged_and_drawn(tmp_path: Path) -> None:
+    sources = files(tmp_path)[:2]
+    sources[1]["val_data_path"] = sources[1]["path"]
+    settings = options(tmp_path, data_path=sources, val_data_path=sources[0]["path"], eval_steps=2, max_steps=4)
+    steps = train(settings)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    scores = [line["eval"] for line in lines if "eval" in line]
+    assert [set(one) & {"ndcg@10", "task/sts/spearman"} for one in scores] == [{"ndcg@10", "task/sts/spearman"}] * 3
+    assert "task sts: spearman:" in (tmp_path / "out" / "training_log.txt").read_text()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "task sts: Spearman" in page
+    drawn = {name for step in steps for name in step if name.startswith("loss/")}
+    assert any(f"Loss, {name.removeprefix('loss/')}" in page for name in drawn)
+
+
+def test_held_out_examples_are_scored_by_task(tmp_path: Path) -> None:
+    sources = files(tmp_path)[:3]
+    sources[1]["query_prompt"] = "compare: "
+    config = resolve_run(options(tmp_path, data_path=sources, val_split=0.3)).config
+    sets = open_sets(config, compares=False)
+    assert set(sets.by_task) == {"retrieval", "sts", "scored"}
+    assert sum(one.num_inputs for one in sets.by_task.values()) == sets.evaluation.num_inputs
+    assert {item.prompt for item in sets.by_task["sts"].first} == {"compare: "}
+    given = [{**one, "val_data_path": one["path"]} for one in sources]
+    config = resolve_run(options(tmp_path, data_path=given, val_data_path=given[0]["path"])).config
+    sets = open_sets(config, compares=False)
+    assert {item.prompt for item in sets.by_task["sts"].first} == {"compare: "}
+
+
 def test_the_loss_is_that_of_the_source() -> None:
     sources = [DataSource(path="a"), DataSource(path="b", temperature=0.5, losses=None)]
     config = config_of(homogeneous_batches=True).model_copy(update={"data_path": sources})
@@ -121,13 +188,64 @@ def test_the_loss_is_that_of_the_source() -> None:
         assert torch.equal(loss.double()(of_source), build_loss(wanted).double()(of_source))
 
 
-def test_sampling_alpha_tempers_the_sizes() -> None:
-    sizes, weights = (1000, 10), (1.0, 1.0)
-    assert source_weights(sizes, weights, 1.0) == [1.0, 1.0]
-    equal = source_weights(sizes, weights, 0.0)
-    assert [size * weight for size, weight in zip(sizes, equal, strict=True)] == pytest.approx([505, 505])
-    half = source_weights(sizes, weights, 0.5)
-    assert sizes[0] * half[0] / (sizes[1] * half[1]) == pytest.approx(10)
+@pytest.mark.parametrize(
+    ("sampling", "weights", "wanted"),
+    [
+        ("proportional", (1.0, 1.0), [1000, 10]),
+        ("proportional", (0.5, 3.0), [500, 30]),
+        ("temperature(0.5)", (1.0, 1.0), [918, 92]),
+        ("temperature( 0 )", (1.0, 1.0), [505, 505]),
+        ("weights", (1.0, 1.0), [505, 505]),
+        ("weights", (3.0, 1.0), [2258, 752]),
+        ("round_robin", (1.0, 1.0), [336, 672]),
+    ],
+)
+def test_sources_are_drawn_as_sampling_says(sampling: str, weights: tuple[float, float], wanted: list[int]) -> None:
+    assert parse_sampling(sampling).num_drawn((1000, 10), weights, (4, 8)) == wanted
+
+
+@pytest.mark.parametrize("text", ["temperature", "temperature(1.5)", "temperature(-1)", "random"])
+def test_sampling_that_does_not_exist(tmp_path: Path, text: str) -> None:
+    with pytest.raises(vembed.UserError, match=r"sampling must be proportional, temperature\(alpha\) with alpha"):
+        resolve_run(options(tmp_path, sampling=text))
+
+
+def test_the_earlier_name_of_the_temperature() -> None:
+    run = resolve_run({"model_name": "m", "data_path": ["a", "b"], "sampling_alpha": 0.3})
+    assert run.config.sampling == "temperature(0.3)"
+
+
+def test_turns_and_batch_sizes() -> None:
+    turns = BatchSchedule([90, 20], 4, 1, homogeneous=True, batch_sizes=[4, 6], sampling=parse_sampling("round_robin"))
+    for epoch in range(2):
+        batches = [turns.batch(epoch, step) for step in range(turns.steps_per_epoch)]
+        assert [(turns.source_of(int(one[0])), len(one)) for one in batches] == [(0, 4), (1, 6)] * 11
+    assert "of each source in turn; of 6: source 2" in turns.summary()
+    sized = BatchSchedule([8, 12], 4, 1, homogeneous=True, batch_sizes=[4, 6])
+    assert sorted(len(sized.batch(0, step)) for step in range(sized.steps_per_epoch)) == [4, 4, 6, 6]
+    assert sized.num_left_out == 0
+
+
+def test_sources_of_one_task_share_batches() -> None:
+    schedule = BatchSchedule([12, 12, 12], 6, 1, homogeneous=True, tasks=[0, 1, 0])
+    seen = set()
+    for step in range(schedule.steps_per_epoch):
+        seen.add(frozenset(schedule.source_of(int(index)) for index in schedule.batch(0, step)))
+    assert seen == {frozenset({0, 2}), frozenset({1})}
+    entries = [
+        {"path": "a", "temperature": 0.1}, {"path": "b"}, {"path": "c", "temperature": 0.1},
+        {"path": "d", "temperature": 0.1, "batch_size": 2},
+    ]  # fmt: skip
+    config = config_of(homogeneous_batches="task").model_copy(
+        update={"data_path": [DataSource(**one) for one in entries]}
+    )
+    assert task_numbers(config) == [0, 1, 0, 3]
+    assert task_names(config, ["a", "b", "c", "d"]) == ["a and c", "b", "a and c", "d"]
+    assert source_batch_sizes(config, 2) == [64, 64, 64, 4]
+    resumed = config.model_copy(update={"global_batch_size": 64})  # on one process, from two
+    assert source_batch_sizes(resumed, 1) == [64, 64, 64, 4]
+    loss = build_loss(config)
+    assert len(loss.sources) == 3
 
 
 def test_the_schedule_knows_the_source() -> None:

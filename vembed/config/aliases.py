@@ -168,6 +168,7 @@ TRANSLATED: dict[str, Callable[[Any], list[Setting]]] = {
     "precision": _precision,
     "flash_attention": _flag("attn_implementation", "flash_attention_2"),
     "use_flash_attention_2": _flag("attn_implementation", "flash_attention_2"),
+    "sampling_alpha": lambda value: [("sampling", f"temperature({value})")],
     "betas": _betas,
     "adam_betas": _betas,
     "scale": lambda value: [("temperature", 1.0 / _number(value))],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from vembed.config.sampling import ACCEPTED, checked_sampling
 
 
 def _no_bool(value: Any) -> Any:
@@ -26,6 +28,17 @@ FamilyName = Literal[
     "text_encoder", "text_decoder", "clip", "siglip", "image_encoder", "vision_language", "composed", "own_text_image"
 ]
 """Names of the model families. `vembed/families/table.py` has a record for each."""
+
+
+class Form(str):
+    """Words for the values that a text may have, in the metadata of its type."""
+
+    __slots__ = ()
+
+
+SamplingName = Annotated[str, AfterValidator(checked_sampling), Form(ACCEPTED)]
+RELEVANCE = "Given a search query, retrieve the passages that answer it or are relevant to it"
+"""Definition of relevance for models that are asked whether a document is relevant."""
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.005, 1.0
 """Limits of a learned temperature."""
 
@@ -44,6 +57,7 @@ class Frozen(BaseModel):
 
 LossName = Literal[
     "infonce", "cosent", "cosine", "triplet", "sigmoid",
+    "circle", "angle",
     "kl", "margin_mse", "score_mse", "embedding", "relational", "spread_out", "listwise", "ranknet", "anchor",
     "none",
 ]  # fmt: skip
@@ -67,9 +81,10 @@ class Teacher(Frozen):
     """An embedding model or a reranker: a Hub name or a local folder."""
     name: str | None = None
     """Name that `teacher` and `guide` refer to. Default: `model`."""
-    kind: Literal["auto", "embedder", "reranker"] = "auto"
-    """embedder: gives vectors. reranker: a sequence classifier that scores (query, document) pairs. `auto`: from the
-    architectures that the model's config names."""
+    kind: Literal["auto", "embedder", "reranker", "yes_no"] = "auto"
+    """embedder: gives vectors. reranker: a sequence classifier that scores (query, document) pairs. yes_no: a decoder
+    whose next token answers whether they belong together (Qwen3-Reranker). `auto`: from the architectures that the
+    model's config names; a decoder without files of Sentence Transformers is yes_no where no loss needs vectors."""
     query_prompt: str | None = None
     """Text put before every query. Default: the model's own."""
     document_prompt: str | None = None
@@ -77,7 +92,13 @@ class Teacher(Frozen):
     max_length: PositiveInt | None = None
     """Longest text in tokens. Default: the model's own limit, at most 512."""
     scale: PositiveFloat = 1.0
-    """Factor of a reranker's scores: its logits are no cosines, and losses compare them with similarities."""
+    """Factor of a reranker's scores: its logits are no cosines, and losses compare them with similarities. The score of
+    yes_no is the logit of yes less that of no."""
+    instruction: str = RELEVANCE
+    """Definition of relevance, for yes_no."""
+    sharded: Literal["auto"] | bool = "auto"
+    """Each of several processes holds a shard of the teacher. `auto`: where the model is sharded, or a copy of the
+    teacher takes more than four fifths of a process's memory."""
 
     @property
     def label(self) -> str:
@@ -109,6 +130,7 @@ class LossTerm(Frozen):
     false_negative_margin: Annotated[float, Field(allow_inf_nan=False), Number] | None = None
     hard_negatives_scope: Literal["all", "own"] | None = None
     triplet_margin: NonNegativeFloat | None = None
+    circle_margin: Fraction | None = None
 
 
 class DataSource(Frozen):
@@ -117,7 +139,8 @@ class DataSource(Frozen):
     path: str
     """A file (JSONL, CSV, TSV, Parquet), a folder saved by `datasets`, or a Hub dataset name."""
     weight: PositiveFloat = 1.0
-    """Number of times that each example is drawn per epoch, on average. 1: once; 0.5: half of them."""
+    """Number of times that each example is drawn per epoch, on average. 1: once; 0.5: half of them. With `sampling:
+    weights`, the source's share of the draws."""
     name: str | None = None
     """Name in logs. Default: the path."""
     column_mapping: dict[str, str] | None = None
@@ -132,5 +155,11 @@ class DataSource(Frozen):
     """The losses of this source, instead of those of the run; needs `homogeneous_batches`. A task of its own."""
     temperature: PositiveFloat | None = None
     """Like the option of the same name, for this source only; needs `homogeneous_batches`."""
+    batch_size: PositiveInt | None = None
+    """Examples per process and step of this source; needs `homogeneous_batches`."""
+    global_batch_size: PositiveInt | None = None
+    """The same over all processes, where the run has a `global_batch_size`."""
+    val_data_path: str | None = None
+    """Validation data of this source's task, as those of the run: scored with each evaluation."""
     max_negatives: NonNegativeInt | None = None
     """Like the option of the same name, for this source only."""

@@ -298,7 +298,8 @@ def _beside_the_file(given: dict[str, Given], names: Sequence[str], file: Path, 
         if isinstance(value, list):
             return [located(name, entry) for entry in value]
         if isinstance(value, DataSource):
-            return value.model_copy(update={"path": found(name, value.path)})
+            places = {"path": value.path, "val_data_path": value.val_data_path}
+            return value.model_copy(update={key: found(name, path) for key, path in places.items() if path is not None})
         return found(name, value)
 
     for name in names:

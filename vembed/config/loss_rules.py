@@ -9,6 +9,7 @@ from vembed.config.terms import (
     LOSS_OPTIONS,
     READS,
     SCORES,
+    data_entries,
     followed_teacher,
     guide_of,
     has_tasks,
@@ -83,12 +84,59 @@ def _losses_have_teachers(config: TrainConfig) -> Violation | None:
 
 
 def _tasks_have_batches_of_their_own(config: TrainConfig) -> Violation | None:
-    if config.homogeneous_batches or not has_tasks(config):
+    entries = data_entries(config)
+    sized = any(one.batch_size is not None or one.global_batch_size is not None for one in entries)
+    if config.homogeneous_batches or not (has_tasks(config) or sized):
         return None
+    what = "losses or a temperature" if has_tasks(config) else "a batch size"
     return Violation(
         ("data_path", "homogeneous_batches"),
-        "data_path: a source with losses or a temperature of its own needs batches of its own: set "
-        "homogeneous_batches: true",
+        f"data_path: a source with {what} of its own needs batches of its own: set homogeneous_batches: true",
+    )
+
+
+def _batches_are_counted_alike(config: TrainConfig) -> Violation | None:
+    given, wanted = "global_batch_size", "batch_size"
+    if config.global_batch_size is not None:
+        given, wanted = wanted, given
+    other = next((one for one in data_entries(config) if dict(one)[given] is not None), None)
+    if other is None:
+        return None
+    return Violation(
+        ("data_path", "batch_size", "global_batch_size"),
+        f"data_path: {other.name or other.path} has {given}: {dict(other)[given]:,d}, and the run counts by {wanted}: "
+        f"give the source {wanted} too",
+    )
+
+
+def _tasks_are_scored_beside_the_run(config: TrainConfig) -> Violation | None:
+    own = next((one for one in data_entries(config) if one.val_data_path is not None), None)
+    if own is None or config.val_data_path is not None or config.val_split is not None:
+        return None
+    return Violation(
+        ("data_path", "val_data_path"),
+        f"data_path: {own.name or own.path} has val_data_path, and the run has none: give it val_data_path too, whose "
+        "score chooses the checkpoint",
+    )
+
+
+def _turns_need_batches_of_one_source(config: TrainConfig) -> Violation | None:
+    if config.sampling != "round_robin" or config.homogeneous_batches or len(data_entries(config)) < 2:
+        return None
+    return Violation(
+        ("sampling", "homogeneous_batches"),
+        "sampling: round_robin takes a batch of each source in turn: set homogeneous_batches: true",
+    )
+
+
+def _angles_need_even_sizes(config: TrainConfig) -> Violation | None:
+    odd = [dim for dim in config.mrl_dims or [] if dim % 2]
+    if not odd or all(term.loss != "angle" for _, term in run_terms(config)):
+        return None
+    return Violation(
+        ("loss", "losses", "mrl_dims"),
+        f"loss: angle reads halves of a vector as real and imaginary parts, and mrl_dims has {odd[0]:,d}: give even "
+        "sizes",
     )
 
 
@@ -120,6 +168,10 @@ LOSS_RULES: tuple[Rule, ...] = (
     _teachers_have_names_of_their_own,
     _losses_have_teachers,
     _tasks_have_batches_of_their_own,
+    _batches_are_counted_alike,
+    _turns_need_batches_of_one_source,
+    _tasks_are_scored_beside_the_run,
+    _angles_need_even_sizes,
     _mixtures_are_candidates,
     _ring_losses,
 )

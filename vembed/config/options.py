@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from vembed.config.entries import DataSource, Frozen, LossTerm, Teacher
+from vembed.config.entries import DataSource, Form, Frozen, LossTerm, Teacher
 from vembed.config.schema import TrainConfig
 
 LARGEST = 2**63
@@ -168,7 +168,7 @@ def _simple(annotation: Any, metadata: Iterable[Any]) -> tuple[list[str], list[s
     if annotation is bool:
         return ["true", "false"], [], {"bool"}
     if annotation is str:
-        return ["text"], [], {"text"}
+        return [next((str(item) for item in metadata if isinstance(item, Form)), "text")], [], {"text"}
     if annotation in (None, type(None)):
         return [], [], {"null"}
     noun = {int: "a whole number", float: "a number"}[annotation]

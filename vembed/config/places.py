@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from vembed.config.entries import DataSource
 from vembed.config.layers import RESULT_OF
 from vembed.config.schema import TrainConfig
 
@@ -29,6 +30,11 @@ def data_places(config: TrainConfig) -> list[tuple[str, str]]:
     """Return the option and the path of each source of data."""
     sources = config.data_path if isinstance(config.data_path, list) else [config.data_path]
     places = [("data_path", source if isinstance(source, str) else source.path) for source in sources]
+    places += [
+        ("val_data_path", source.val_data_path)
+        for source in sources
+        if isinstance(source, DataSource) and source.val_data_path is not None
+    ]
     return places + ([("val_data_path", config.val_data_path)] if config.val_data_path else [])
 
 

@@ -9,6 +9,7 @@ from vembed.config.contradictions import contradictions
 from vembed.config.loss_rules import LOSS_RULES, loss_remarks
 from vembed.config.own_files import data_are_kept, log_file_is_another, names_are_text
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import data_entries
 from vembed.config.violation import Rule, Violation, word
 from vembed.errors import UserError
 
@@ -356,7 +357,13 @@ def remarks(config: TrainConfig) -> list[str]:
             f"max_steps: {config.max_steps:,d} decides the length of the run, epochs: {config.epochs:g} does not"
         )
     if config.homogeneous_batches and not isinstance(config.data_path, list):
-        found.append("homogeneous_batches: true has no effect with a single source in data_path")
+        found.append(
+            f"homogeneous_batches: {word(config.homogeneous_batches)} has no effect with a single source in data_path"
+        )
+    if config.sampling != "proportional" and len(data_entries(config)) < 2:
+        found.append(f"sampling: {config.sampling} has no effect with a single source in data_path")
+    if config.sampling == "round_robin" and any(one.weight != 1.0 for one in data_entries(config)):
+        found.append("data_path: the weights of the sources have no effect with sampling: round_robin")
     if config.pure_dtype and config.torch_dtype in ("auto", "float32"):
         found.append(f"pure_dtype: true has no effect with torch_dtype: {config.torch_dtype}")
     if config.resume_anyway and not config.resume:

@@ -21,6 +21,7 @@ from vembed.config.entries import (
     Number,
     PositiveFloat,
     PositiveInt,
+    SamplingName,
     Teacher,
 )
 from vembed.config.negatives import EpochMining
@@ -165,11 +166,13 @@ class DataOptions(Frozen, title="data"):
     drop_last: bool = True
     """Leave the last incomplete batch of an epoch out. `false`: train on it too. Data smaller than one batch are always
     trained on as they are."""
-    homogeneous_batches: bool = False
-    """With several sources: draw every global batch from a single source."""
-    sampling_alpha: Fraction = 1.0
-    """With several sources: a source of n examples is drawn in proportion to its weight times n to this power, as many
-    examples per epoch in all. 1: by size; 0: each source equally often."""
+    homogeneous_batches: Literal["task"] | bool = False
+    """With several sources: draw every global batch from a single source; `task`: from sources of one task, which have
+    the same losses, temperature and batch size."""
+    sampling: SamplingName = "proportional"
+    """With several sources: a source of n examples is drawn in proportion to its weight times n (`proportional`), n to
+    a power from 0 to 1 (`temperature(0.5)`), or its weight alone (`weights`), as many examples per epoch in all.
+    `round_robin`: a batch of each source in turn."""
     mine: EpochMining | None = None
     """Hard negatives mined by the run's own model between epochs, after those of the data: {every_epochs: 1,
     num_negatives: 5, ...}, with the options of `vembed mine` that choose. They are part of the checkpoints."""
@@ -182,7 +185,8 @@ class LossOptions(Frozen, title="loss"):
 
     loss: LossName = "infonce"
     """infonce: pairs with in-batch negatives. cosent, cosine: pairs with scores. triplet: given negatives with a
-    margin. sigmoid: SigLIP's pairwise loss with learned scale and bias. kl, margin_mse, score_mse, relational: a
+    margin. sigmoid: SigLIP's pairwise loss with learned scale and bias. circle: infonce with weights by the distance to
+    the optimum. angle: cosent by the angle in the complex plane (AnglE). kl, margin_mse, score_mse, relational: a
     teacher's scores. embedding: a teacher's vectors. spread_out: queries and documents away from each other. listwise,
     ranknet: graded scores of a query's documents. anchor: distance to the embeddings of the start model, for sources of
     texts alone. none: `auxiliary_losses` alone, as for pre-training."""
@@ -221,6 +225,8 @@ class LossOptions(Frozen, title="loss"):
     its own and one block of another. The gradient is the same. auto: ring where gathering takes too much memory."""
     triplet_margin: NonNegativeFloat = 0.2
     """loss: triplet: minimum difference between the similarities of the positive and the negative."""
+    circle_margin: Fraction = 0.25
+    """loss: circle: similarities of 1 - margin for positives and below the margin for negatives are good enough."""
     hardness_alpha: NonNegativeFloat = 0.0
     """loss: infonce: add this times a candidate's similarity to its logit, as a constant: hard negatives count more."""
     focal_gamma: NonNegativeFloat = 0.0
@@ -237,8 +243,8 @@ class LossOptions(Frozen, title="loss"):
     distill_candidates: Literal["listed", "batch"] = "listed"
     """loss: kl: whether a row's candidates are its positive and its example's hard negatives, or all of the batch."""
     guide: str | None = None
-    """loss: infonce, sigmoid: a teacher that says which candidates are no negatives: those that it scores above the
-    row's own pair less `guide_margin`."""
+    """loss: infonce, sigmoid, circle: a teacher that says which candidates are no negatives: those that it scores above
+    the row's own pair less `guide_margin`."""
     guide_margin: Annotated[float, Field(allow_inf_nan=False), Number] = 0.0
     """Distance below the own pair's score, by the guide, from which a candidate counts as a negative."""
     guide_margin_kind: Literal["absolute", "relative"] = "absolute"

@@ -40,6 +40,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
         "sigmoid": "siglip",
     },
     "similarity": {"cosine": "cos cos_sim", "dot": "dot_score inner_product"},
+    "sampling": {"proportional": "proportional_to_size", "round_robin": "roundrobin", "weights": "weighted"},
     "optim": {
         "adamw": "adamw_torch adamw_torch_fused adamw_hf",
         "adamw_8bit": "adamw_bnb_8bit adamw8bit",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vembed.config.entries import DataSource, LossTerm, Teacher
 from vembed.config.schema import TrainConfig
 
@@ -15,7 +17,7 @@ ANCHOR = "anchor"
 """Loss that follows the start model."""
 TEXTS_ALONE = ("none", ANCHOR)
 """Losses that read texts without pairs."""
-GUIDED = frozenset({"infonce", "sigmoid"})
+GUIDED = frozenset({"infonce", "sigmoid", "circle"})
 
 
 def loss_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
@@ -53,10 +55,39 @@ def source_configs(config: TrainConfig) -> list[TrainConfig]:
 
 def has_tasks(config: TrainConfig) -> bool:
     """Return whether sources differ in their losses."""
-    sources = config.data_path if isinstance(config.data_path, list) else []
-    return any(
-        isinstance(one, DataSource) and (one.losses is not None or one.temperature is not None) for one in sources
-    )
+    return any(one.losses is not None or one.temperature is not None for one in data_entries(config))
+
+
+def data_entries(config: TrainConfig) -> list[DataSource]:
+    """Return the entries of `data_path`."""
+    sources = config.data_path if isinstance(config.data_path, list) else [config.data_path]
+    return [DataSource(path=one) if isinstance(one, str) else one for one in sources]
+
+
+def task_numbers(config: TrainConfig) -> list[int]:
+    """Return the number of each source's task: its own, or with `homogeneous_batches: task` that of the first source
+    with the same losses, temperature and batch size."""
+    entries = data_entries(config)
+    if config.homogeneous_batches != "task":
+        return list(range(len(entries)))
+    tasks = [(one.losses, one.temperature, one.batch_size, one.global_batch_size) for one in entries]
+    return [tasks.index(one) for one in tasks]
+
+
+def task_names(config: TrainConfig, names: Sequence[str]) -> list[str]:
+    """Return the name of the task of each source, from the names of the sources."""
+    numbers = task_numbers(config)
+    return [" and ".join(name for name, one in zip(names, numbers, strict=True) if one == number) for number in numbers]
+
+
+def source_batch_sizes(config: TrainConfig, world_size: int) -> list[int]:
+    """Return the examples per step of each source, over all processes."""
+    # A resumed run on another number of processes keeps its global batch; the sources keep their share of it.
+    size = config.global_batch_size or config.batch_size * world_size
+    return [
+        one.global_batch_size or (one.batch_size * size // config.batch_size if one.batch_size is not None else size)
+        for one in data_entries(config)
+    ]
 
 
 def run_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
@@ -152,6 +183,8 @@ _SOFTMAX = _LISTED | {"temperature", "learn_temperature", "teacher_temperature"}
 READS: dict[str, frozenset[str]] = {
     "infonce": _CANDIDATES | {"learn_temperature", "bidirectional", "hardness_alpha", "focal_gamma", "mix_negatives"},
     "sigmoid": _CANDIDATES,
+    "circle": _CANDIDATES | {"bidirectional", "circle_margin"},
+    "angle": frozenset({"temperature", "learn_temperature"}),
     "cosent": frozenset({"temperature", "learn_temperature"}),
     "cosine": frozenset(),
     "triplet": frozenset({"triplet_margin", "mask_duplicates", "max_negatives"}),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vembed.config.sampling import Sampling
 from vembed.data.arrangement import arrange, find_conflicts
 from vembed.data.class_batches import ClassBatches, random_bits
 from vembed.errors import UserError
@@ -68,8 +69,10 @@ class BatchSchedule:
 
     A source of weight w contributes w times its size to each epoch. It is drawn in random passes that continue over
     epochs, so that no example repeats before all others of its source were drawn. With `homogeneous`, all examples of a
-    batch come from one source. With `keys`, no two examples of a batch share content: examples of the same content go
-    to different batches. With `labels`, no two examples of a batch share a class (class_batches.py).
+    batch come from one source, or with `tasks` from sources of one task, and a source may have a batch size of its own
+    (over all ranks). With `keys`, no two examples of a batch share content: examples of the same content go
+    to different batches. With `labels`, no two examples of a batch share a class (class_batches.py), and all are of one
+    source.
 
     Examples that do not fill a batch at the end of an epoch are dropped from that epoch; with `drop_last=False`, or
     where there is no other batch, they make a smaller one.
@@ -84,6 +87,9 @@ class BatchSchedule:
         weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
         homogeneous: bool = False,
+        tasks: Sequence[int] | None = None,
+        batch_sizes: Sequence[int] | None = None,
+        sampling: Sampling = Sampling(),  # noqa: B008
         keys: ContentKeys | None = None,
         drop_last: bool = True,
         labels: Sequence[np.ndarray | None] = (),
@@ -95,22 +101,24 @@ class BatchSchedule:
         self.keys = keys
         self.drop_last = drop_last
         self._first = np.cumsum([0, *self.sizes])
-        self._num_drawn = [
-            max(1, round(size * weight)) for size, weight in zip(sizes, weights or [1.0] * len(self.sizes), strict=True)
-        ]
+        self.batch_sizes = list(batch_sizes or [global_batch_size] * len(self.sizes))
+        self.turns = sampling.kind == "round_robin"
+        self._num_drawn = sampling.num_drawn(self.sizes, weights or [1.0] * len(self.sizes), self.batch_sizes)
         self._names = names or [f"source {number}" for number in range(1, len(self.sizes) + 1)]
         if any(one is not None for one in labels) and len(self.sizes) > 1 and not homogeneous:
             raise UserError(
                 "data_path: a source with a label needs batches of its own beside others: set homogeneous_batches: true"
             )
         self._classes = {
-            source: ClassBatches(self._names[source], one, self._num_drawn[source], global_batch_size, seed, source)
+            source: ClassBatches(
+                self._names[source], one, self._num_drawn[source], self.batch_sizes[source], seed, source
+            )
             for source, one in enumerate(labels)
             if one is not None
         }
+        self._members = self._sources_of_groups(tasks)
         self._orders: dict[int, Batches] = {}
         self._lock = threading.Lock()
-        # Per group of sources; a group is one source, or all of them mixed.
         first = self._groups(0)
         self._num_batches = [len(group) for group in first]
         self.steps_per_epoch = sum(self._num_batches)
@@ -151,17 +159,24 @@ class BatchSchedule:
         """Return one line for the log."""
         line = f"batches: {self.steps_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"
         if self.num_left_out:
-            reasons = ["the last incomplete batch of each source" if self.homogeneous else "the last incomplete batch"]
+            each = " of each source" if len(self._members) > 1 else ""
+            reasons = [f"the last incomplete batch{each}"]
             if self.keys is not None:
                 reasons.append("what could not be placed without duplicates")
             why = ", and ".join(reasons if self.drop_last else reasons[1:])
             line += f"; {self.num_left_out:,d} of {self.num_drawn:,d} are left out of each epoch ({why})"
-        if self.smallest_batch < self.global_batch_size:
+        if self.turns and len(self._members) > 1:
+            line += ", of each source in turn"
+        others = {size for size in self.batch_sizes if size != self.global_batch_size}
+        for size in sorted(others):
+            names = [name for name, own in zip(self._names, self.batch_sizes, strict=True) if own == size]
+            line += f"; of {size:,d}: {', '.join(names)}"
+        if self.smallest_batch < min(self.batch_sizes):
             line += f"; the smallest batch has {self.smallest_batch:,d}"
             small = [
-                f"{name} has {num:,d}" if self.homogeneous else f"there are {num:,d}"
-                for name, num in self._group_sizes()
-                if num < self.global_batch_size
+                f"{name} has {num:,d}" if len(self._members) > 1 else f"there are {num:,d}"
+                for name, num, size in self._group_sizes()
+                if num < size
             ]
             if small:
                 line += f", since {' and '.join(small)} in all"
@@ -169,13 +184,33 @@ class BatchSchedule:
             line += f"; {self._names[source]}: {one.size:,d} of {one.num_classes:,d} classes in a batch"
             if one.num_alone:
                 line += f" ({one.num_alone:,d} examples are alone in their class and left out)"
+            if one.num_repeated:
+                line += f" ({one.num_repeated:,d} examples that repeat another one of their class are left out)"
         return line
 
-    def _group_sizes(self) -> list[tuple[str, int]]:
-        """Return the name of each group of sources and how many examples an epoch draws from it."""
+    def _sources_of_groups(self, tasks: Sequence[int] | None) -> list[list[int]]:
+        """Return the sources of each group: one source, those of a task, or all of them. Labelled data are a group of
+        their own, since their batches are made by classes."""
+        number = [0] * len(self.sizes)
         if self.homogeneous:
-            return list(zip(self._names, self._num_drawn, strict=True))
-        return [("all sources", sum(self._num_drawn))]
+            number = list(range(len(self.sizes)) if tasks is None else tasks)
+            for place, source in enumerate(self._classes):
+                number[source] = len(self.sizes) + place
+        groups: dict[int, list[int]] = {}
+        for source, one in enumerate(number):
+            groups.setdefault(one, []).append(source)
+        return list(groups.values())
+
+    def _group_sizes(self) -> list[tuple[str, int, int]]:
+        """Return the name of each group of sources, how many examples an epoch draws from it, and its batch size."""
+        return [
+            (
+                " and ".join(self._names[source] for source in sources),
+                sum(self._num_drawn[source] for source in sources),
+                self.batch_sizes[sources[0]],
+            )
+            for sources in self._members
+        ]
 
     def _order(self, epoch: int) -> Batches:
         """Return the batches of an epoch in their order."""
@@ -183,33 +218,40 @@ class BatchSchedule:
         if len(groups) == 1:
             return groups[0]
         batches = [batch for group in groups for batch in group.rows(range(len(group)))]
-        return Batches.of([batches[number] for number in self._shuffled(len(batches), _BATCHES, epoch)])
+        if self.turns:
+            turn = np.concatenate([np.arange(len(group)) for group in groups])
+            order = np.argsort(turn, kind="stable")
+        else:
+            order = self._shuffled(len(batches), _BATCHES, epoch)
+        return Batches.of([batches[number] for number in order])
 
     def _groups(self, epoch: int) -> list[Batches]:
         """Return the batches of each group of sources."""
         drawn = [self._draw(source, epoch) for source in range(len(self.sizes))]
-        streams = drawn if self.homogeneous else [self._mix(drawn, epoch)]
-        return [self._group(number, stream, epoch) for number, stream in enumerate(streams)]
+        return [
+            self._group(number, self._mix([drawn[source] for source in sources], number, epoch), epoch)
+            for number, sources in enumerate(self._members)
+        ]
 
     def _group(self, number: int, stream: np.ndarray, epoch: int) -> Batches:
         """Return the batches of one group, of the examples drawn for it."""
-        if number in self._classes:
-            return Batches.of(list(self._classes[number].batches(epoch) + int(self._first[number])))
+        source = self._members[number][0]
+        if source in self._classes:
+            return Batches.of(list(self._classes[source].batches(epoch) + int(self._first[source])))
         if self.keys is None:
-            return self._blocks(stream)
+            return self._blocks(stream, self.batch_sizes[source])
         return self._without_duplicates(number, stream, self.keys, epoch)
 
-    def _blocks(self, stream: np.ndarray) -> Batches:
+    def _blocks(self, stream: np.ndarray, size: int) -> Batches:
         """Cut a stream into batches, in order."""
-        size = self.global_batch_size
         starts = np.arange(0, len(stream) + 1, size)
-        if starts[-1] < len(stream) and self._keeps_incomplete(len(stream)):
+        if starts[-1] < len(stream) and self._keeps_incomplete(len(stream), size):
             starts = np.append(starts, len(stream))
         return Batches(stream[: starts[-1]], starts)
 
-    def _keeps_incomplete(self, num_examples: int) -> bool:
+    def _keeps_incomplete(self, num_examples: int, size: int) -> bool:
         """Return whether an incomplete batch is trained on: by choice, or where there is no other."""
-        return not self.drop_last or num_examples < self.global_batch_size
+        return not self.drop_last or num_examples < size
 
     def _draw(self, source: int, epoch: int) -> np.ndarray:
         """Return the examples of a source in an epoch: the next ones of its random passes."""
@@ -221,12 +263,13 @@ class BatchSchedule:
             parts.append(order[max(0, begin - number * size) : end - number * size])
         return np.concatenate(parts) + int(self._first[source])
 
-    def _mix(self, drawn: list[np.ndarray], epoch: int) -> np.ndarray:
+    def _mix(self, drawn: list[np.ndarray], group: int, epoch: int) -> np.ndarray:
         """Interleave the streams at random. Each keeps its order, so that a second pass does not precede the first."""
         if len(drawn) == 1:
             return drawn[0]
         source_of = np.repeat(np.arange(len(drawn)), [len(one) for one in drawn])
-        source_of = source_of[self._shuffled(len(source_of), _MIX, epoch)]
+        purpose = (_MIX, epoch) if group == 0 else (_MIX, epoch, group)
+        source_of = source_of[self._shuffled(len(source_of), *purpose)]
         mixed = np.empty(len(source_of), dtype=np.int64)
         for source, stream in enumerate(drawn):
             mixed[source_of == source] = stream
@@ -235,9 +278,10 @@ class BatchSchedule:
     def _without_duplicates(self, group: int, stream: np.ndarray, keys: ContentKeys, epoch: int) -> Batches:
         """Return the batches of one group, without common content inside a batch."""
         conflicts = find_conflicts(*keys.of_all(stream))
+        size = self.batch_sizes[self._members[group][0]]
         if not conflicts.keys:
-            return self._blocks(stream)
-        size, incomplete = self.global_batch_size, self._keeps_incomplete(len(stream))
+            return self._blocks(stream, size)
+        incomplete = self._keeps_incomplete(len(stream), size)
         most = len(stream) if epoch == 0 else self._num_batches[group]
         arranged = [stream[rows] for rows in arrange(conflicts, size, most, drop_last=not incomplete)]
         if epoch == 0:

@@ -16,7 +16,7 @@ import numpy as np
 from vembed.data.batches import ContentKeys
 from vembed.data.index import Counts, Index
 
-FORMAT = 3
+FORMAT = 4
 """Format version. Increase it when the meaning of records or the layout of an entry changes."""
 
 

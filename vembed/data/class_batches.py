@@ -70,7 +70,8 @@ class ClassBatches:
 
     A batch holds at most one example of each class, so that no negative is of the class of its query. It has as many
     examples as the global batch, or as there are classes. Classes are drawn by their size, at most once per batch;
-    examples of a class in random passes. A class of one example has no positive and is not drawn.
+    examples of a class in random passes. A class of one example has no positive and is not drawn; a negative label is
+    such a class, of an example that repeats another one of its class.
     """
 
     def __init__(self, name: str, labels: np.ndarray, num_drawn: int, batch_size: int, seed: int, source: int) -> None:
@@ -80,11 +81,14 @@ class ClassBatches:
         self._classes = np.flatnonzero(members.sizes > 1)
         self.num_classes = len(self._classes)
         """Number of classes that are drawn."""
-        self.num_alone = int((members.sizes == 1).sum())
+        self.num_repeated = int((labels < 0).sum())
+        """Number of examples that repeat another one of their class."""
+        self.num_alone = int((members.sizes == 1).sum()) - self.num_repeated
         """Number of examples that are the only one of their class."""
         if self.num_classes < 2:
             raise UserError(
-                f"{name}: {len(members.sizes):,d} classes, of which {self.num_classes} have two examples or more; "
+                f"{name}: {len(members.sizes) - self.num_repeated:,d} classes, of which {self.num_classes} have two "
+                "different examples or more; "
                 "labelled data need at least two such classes: check its column label"
             )
         self.size = min(batch_size, self.num_classes)

@@ -73,16 +73,23 @@ class ReadAs:
         """Return the example with these settings on its items. A prompt that a record gives itself stays."""
         if self == ReadAs():
             return example
-
-        def item(one: Item, prompt: str | None) -> Item:
-            return replace(one, prompt=prompt if one.prompt is None else one.prompt, max_length=self.max_length)
-
         return replace(
             example,
-            query=item(example.query, self.query_prompt),
-            positives=tuple(item(one, self.document_prompt) for one in example.positives),
-            negatives=tuple(item(one, self.document_prompt) for one in example.negatives),
+            query=self.query(example.query),
+            positives=tuple(map(self.document, example.positives)),
+            negatives=tuple(map(self.document, example.negatives)),
         )
+
+    def query(self, item: Item) -> Item:
+        """Return a query with these settings."""
+        return self._item(item, self.query_prompt)
+
+    def document(self, item: Item) -> Item:
+        """Return a document with these settings."""
+        return self._item(item, self.document_prompt)
+
+    def _item(self, item: Item, prompt: str | None) -> Item:
+        return replace(item, prompt=prompt if item.prompt is None else item.prompt, max_length=self.max_length)
 
 
 class BadRecord(UserError):  # noqa: N818 - it names the record, not an error of ours

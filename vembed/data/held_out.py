@@ -26,6 +26,12 @@ _MIX = np.random.default_rng(0).integers(1, 2**31 - 1, size=(2, NUM_HASHES), dty
 
 def hold_out(store: ExampleStore, share: float, seed: int) -> tuple[ExampleStore, list[Example]]:
     """Return the training part of the store and the examples held out."""
+    train, held = hold_out_by_source(store, share, seed)
+    return train, [example for _, example in held]
+
+
+def hold_out_by_source(store: ExampleStore, share: float, seed: int) -> tuple[ExampleStore, list[tuple[int, Example]]]:
+    """Return the training part of the store and the examples held out, each with the number of its source."""
     if any(labels is not None for labels in store.labels):
         raise UserError("val_split cannot hold out texts or images with a label; give val_data_path")
     groups = query_groups(store)
@@ -45,7 +51,7 @@ def hold_out(store: ExampleStore, share: float, seed: int) -> tuple[ExampleStore
             f"val_split: {share:g} of {len(store):,d} examples with {len(sizes):,d} different queries leaves nothing "
             "to train on; give val_data_path, or more data"
         )
-    held = [store[int(index)] for index in np.flatnonzero(is_held)]
+    held = [(store.source_of(int(index)), store[int(index)]) for index in np.flatnonzero(is_held)]
     return store.subset(~is_held, note=f"val_split {share:g}"), held
 
 

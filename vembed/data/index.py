@@ -86,7 +86,8 @@ class Index:
     missing: list[str] = field(default_factory=list)
     """Names in column_mapping that no record has."""
     labels: np.ndarray | None = None
-    """Hash of the class of each record, in labelled data."""
+    """Hash of the class of each record, in labelled data. Negative: a record whose text or image its class has already,
+    as a class of its own, since two equal inputs are no pair to learn from."""
     images: dict[str, str | None] = field(default_factory=dict)
     """Map from image file to its problem, None if it is valid."""
 
@@ -124,6 +125,7 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
     counts = Counts()
     num_bad = 0
     problems: list[str] = []
+    members: set[tuple[int, int]] = set()
     with closing(_Images()) as images:
         for line, start, size, outcome in _logged(_outcomes(reader, form, images), reader.name):
             if isinstance(outcome, BadRecord):
@@ -136,7 +138,9 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
             lines.append(line)
             counts.add(outcome)
             if outcome.label is not None:
-                labels.append(label_key(outcome.label))
+                member = label_key(outcome.label), outcome.query.key()
+                labels.append(-1 - len(labels) if member in members else member[0])
+                members.add(member)
             if with_keys:
                 values.extend(content_keys(outcome))
                 ends.append(len(values))

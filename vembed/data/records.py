@@ -16,9 +16,9 @@ from vembed.data.messages import listed
 
 Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 
-SCORED = frozenset({"cosent", "cosine"})
+SCORED = frozenset({"cosent", "cosine", "angle"})
 """Losses that need a score for every pair."""
-MATCHED = frozenset({"infonce", "sigmoid", "triplet"})
+MATCHED = frozenset({"infonce", "sigmoid", "triplet", "circle"})
 """Losses that take every pair for a match."""
 NO_NEGATIVE = "no negative"
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")

@@ -105,7 +105,7 @@ class _Source:
         if counts.negatives:
             parts.append(f"{counts.negatives / num_records:.1f} negatives each")
         if self.labels is not None:
-            parts.append(f"labelled with {len(np.unique(self.labels)):,d} classes")
+            parts.append(f"labelled with {len(np.unique(self.labels[self.labels >= 0])):,d} classes")
         if counts.scored:
             parts.append("scored" if counts.scored == num_records else f"{counts.scored:,d} of them scored")
         if self.weight != 1.0:

@@ -13,6 +13,7 @@ from vembed.config.fsdp import AskedPrecision, FsdpConfig
 from vembed.config.resolved import Decision, ResolvedRun, Strategy
 from vembed.config.rules import batch_size_per_process
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import source_batch_sizes
 from vembed.distributed import estimate
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, Demand, Memory, ModelSize, measure
@@ -390,9 +391,11 @@ def _choose_strategy(
 def _rows(run: ResolvedRun, ranks: RankInfo) -> int:
     """Return the largest number of rows of any process. A resumed run may divide its global batch unevenly."""
     config = run.config
+    sizes = [*source_batch_sizes(config, ranks.world_size), config.global_batch_size or 0]
+    largest = -(-max(sizes) // ranks.world_size)
     if config.resume and config.global_batch_size is not None:
-        return -(-config.global_batch_size // ranks.world_size)
-    return batch_size_per_process(config, ranks.world_size)
+        return largest
+    return max(largest, batch_size_per_process(config, ranks.world_size))
 
 
 def _without_effect(run: ResolvedRun, ranks: RankInfo, strategy: Decision[Strategy]) -> list[str]:

@@ -209,6 +209,23 @@ def _shard_by_fsdp2(
     return model
 
 
+def shard_for_use(
+    model: nn.Module, layer_classes: Sequence[str], device: torch.device, *, one_reads: bool
+) -> nn.Module:
+    """Shard a model that is not trained, in a run whose own model is not sharded: by FSDP2 itself, since Accelerate's
+    settings are those of the run. All ranks must call it. `one_reads`: only rank 0 holds the weights."""
+    weights = _set_aside(model) if one_reads else None
+    scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
+    mesh = init_device_mesh(device.type, (collectives.world_size(),))
+    chosen = set(layer_units(model, layer_classes or layer_candidates(model)))
+    units = [module for module in reversed(list(model.modules())) if module in chosen]
+    for unit in [*units, model]:
+        fully_shard(unit, mesh=mesh, ignored_params=scalars)
+    if weights is not None:
+        _hand_out(model, weights, device)
+    return model
+
+
 def all_reduces_once(model: nn.Module, fsdp: FsdpConfig) -> bool:
     """Prepare HYBRID_SHARD for one all-reduce per step where gradients are reduced after every micro-batch; return
     whether it is possible.

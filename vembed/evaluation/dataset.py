@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from vembed.config.schema import TrainConfig
-from vembed.data.examples import BadRecord, Example, Item
+from vembed.data.examples import BadRecord, Example, Item, ReadAs
 from vembed.data.readers import JsonLines
 from vembed.data.sources import open_examples
 from vembed.errors import UserError
@@ -39,6 +39,16 @@ class RetrievalData:
         """Number of inputs that an evaluation encodes."""
         return len(self.queries) + len(self.documents)
 
+    @property
+    def metric(self) -> str:
+        """The main metric."""
+        return "ndcg@10"
+
+    def read_as(self, settings: ReadAs) -> RetrievalData:
+        """Return the data with the prompts and the length of a source on their items."""
+        queries, documents = map(settings.query, self.queries), map(settings.document, self.documents)
+        return self if settings == ReadAs() else replace(self, queries=tuple(queries), documents=tuple(documents))
+
     def summary(self) -> str:
         """Return one line for logs and the report."""
         num_relevant = sum(map(len, self.relevance))
@@ -61,6 +71,16 @@ class ScoredPairs:
     def num_inputs(self) -> int:
         """Number of inputs that an evaluation encodes."""
         return len(self.first) + len(self.second)
+
+    @property
+    def metric(self) -> str:
+        """The main metric."""
+        return "spearman"
+
+    def read_as(self, settings: ReadAs) -> ScoredPairs:
+        """Return the data with the prompts and the length of a source on their items."""
+        first, second = map(settings.query, self.first), map(settings.document, self.second)
+        return self if settings == ReadAs() else replace(self, first=tuple(first), second=tuple(second))
 
     def summary(self) -> str:
         """Return one line for logs and the report."""

@@ -13,8 +13,15 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from vembed.errors import UserError
 from vembed.families.weight_files import check_whole_weights
 
+Agree = Callable[[int], int]
+"""Returns the number of batches that all ranks run, from that of this rank: sharded models are run in step."""
 BATCH_TOKENS = 8192
 """Padded tokens that go through the model at once."""
+
+
+def of_one_rank(num_batches: int) -> int:
+    """Return the number itself, for models of which each rank has a copy."""
+    return num_batches
 
 
 class Reranker:
@@ -29,7 +36,9 @@ class Reranker:
         dtype: torch.dtype | None,
         device: torch.device,
         trust_remote_code: bool,
+        holds: torch.device | str | None = None,
     ) -> None:
+        """`holds`: where the weights are put, for a model that will be sharded; by default `device`."""
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         model = read_weights(AutoModelForSequenceClassification, folder, dtype, trust_remote_code)
         if model.config.num_labels > max_labels:
@@ -42,16 +51,18 @@ class Reranker:
         if model.config.pad_token_id is None:
             model.config.pad_token_id = self.tokenizer.pad_token_id
         self.name = type(model).__name__
-        self.model = model.eval().requires_grad_(False).to(device)
+        self.model = model.eval().requires_grad_(False).to(holds or device)
         self._device = device
 
-    def logits(self, pairs: Sequence[tuple[str, str]], max_length: int) -> Iterator[tuple[int, Tensor]]:
+    def logits(
+        self, pairs: Sequence[tuple[str, str]], max_length: int, agree: Agree = of_one_rank
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield the number of each pair of query and document, and its logits in float32 on the CPU, in any order."""
         if not pairs:
             return iter(())
         queries, documents = [query for query, _ in pairs], [document for _, document in pairs]
         encoded = self.tokenizer(queries, documents, truncation=True, max_length=max_length)
-        return in_batches(encoded, self.tokenizer, self._device, lambda inputs: self.model(**inputs).logits)
+        return in_batches(encoded, self.tokenizer, self._device, lambda inputs: self.model(**inputs).logits, agree)
 
 
 def read_weights(kind: Any, folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
@@ -73,15 +84,22 @@ def in_batches(
     tokenizer: Any,
     device: torch.device,
     compute: Callable[[dict[str, Tensor]], Tensor],
+    agree: Agree = of_one_rank,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the number of each text and its row of `compute`, in batches of similar length, the longest first."""
     lengths = [len(ids) for ids in encoded["input_ids"]]
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    batches: list[list[int]] = []
     while order:
         size = max(1, BATCH_TOKENS // lengths[order[0]])
-        batch, order = order[:size], order[size:]
+        batches.append(order[:size])
+        order = order[size:]
+    for number in range(agree(len(batches))):
+        # A rank that has done its own batches runs its shortest text again, for the collectives of a sharded model.
+        batch = batches[number] if number < len(batches) else batches[-1][-1:]
         chosen = {name: [values[place] for place in batch] for name, values in encoded.items()}
         inputs = tokenizer.pad(chosen, return_tensors="pt").to(device)
-        with torch.inference_mode():
+        with torch.no_grad():
             rows = compute(dict(inputs)).float().cpu()
-        yield from zip(batch, rows, strict=True)
+        if number < len(batches):
+            yield from zip(batch, rows, strict=True)

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import READS, followed_teacher, has_tasks, loss_terms, source_configs
+from vembed.config.terms import READS, followed_teacher, has_tasks, loss_terms, source_configs, task_numbers
 from vembed.losses.batch import EmbeddingLoss, NoLoss
 from vembed.losses.by_source import LossBySource
+from vembed.losses.circle import Circle
 from vembed.losses.distillation import BatchDivergence, Relational, SpreadOut
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.listed import ListedDivergence, Listwise, MarginError, RankNet, ScoreError
 from vembed.losses.projection import Anchor, EmbeddingDistillation
-from vembed.losses.scored import CoSENT, CosineRegression
+from vembed.losses.scored import Angle, CoSENT, CosineRegression
 from vembed.losses.sigmoid import SigmoidLoss
 from vembed.losses.triplet import Triplet
 from vembed.losses.weighted import WeightedLosses
@@ -50,7 +51,9 @@ def build_loss(
         )  # fmt: skip
     sizes = _Sizes(dims, embedding_dim, teacher_dims or {})
     if has_tasks(config):
-        return LossBySource([_sum(one, sizes, start_scale, start_bias) for one in source_configs(config)])
+        configs, numbers = source_configs(config), task_numbers(config)
+        tasks = {number: _sum(configs[number], sizes, start_scale, start_bias) for number in dict.fromkeys(numbers)}
+        return LossBySource([tasks[number] for number in numbers])
     return _sum(config, sizes, start_scale, start_bias)
 
 
@@ -99,6 +102,10 @@ def _build(config: TrainConfig, sizes: _Sizes, start_scale: float | None, start_
             return InfoNCE(config, dims, start_scale)
         case "cosent":
             return CoSENT(config, dims, start_scale)
+        case "circle":
+            return Circle(config, dims)
+        case "angle":
+            return Angle(config, dims, start_scale)
         case "cosine":
             return CosineRegression(config, dims)
         case "triplet":

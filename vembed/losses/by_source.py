@@ -13,8 +13,9 @@ class LossBySource(EmbeddingLoss):
     """The loss of the source that a batch comes from. All ranks are in the same source at the same step."""
 
     def __init__(self, sources: Sequence[EmbeddingLoss]) -> None:
+        """`sources`: the loss of each source; sources of one task have the same one."""
         super().__init__()
-        self.sources = nn.ModuleList(sources)
+        self.sources = nn.ModuleList(dict.fromkeys(sources))
         self._sources = tuple(sources)
 
     def forward(self, batch: LossBatch) -> Tensor:
@@ -23,7 +24,7 @@ class LossBySource(EmbeddingLoss):
 
     def project_parameters(self) -> None:
         """See EmbeddingLoss."""
-        for loss in self._sources:
+        for loss in dict.fromkeys(self._sources):
             loss.project_parameters()
 
     def term_shares(self, source: int) -> dict[str, Tensor]:

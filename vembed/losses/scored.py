@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from vembed.errors import UserError
 from vembed.losses.batch import LossBatch
-from vembed.losses.matryoshka import arithmetic_dtype
+from vembed.losses.matryoshka import Similarity, arithmetic_dtype
 from vembed.losses.pairs import pair_scores
 from vembed.losses.temperature import ScoredLoss, TemperedLoss
 
@@ -24,8 +26,8 @@ class CoSENT(TemperedLoss):
     def forward(self, batch: LossBatch) -> Tensor:
         """Return the own rows' part of L."""
         similarity = self.similarity_for(batch.embeddings)
-        scores = pair_scores(batch.embeddings, batch.query, batch.positive, similarity)
-        explicit, order = torch.sort(batch.required_scores("cosent").to(scores.device))
+        scores = self.scores_of(batch, similarity)
+        explicit, order = torch.sort(batch.required_scores(self.config.loss).to(scores.device))
         logits = scores[:, order] * self.scale_for(batch.embeddings)
         # Number of rows with a strictly lower label score: ties compare with nothing.
         num_lower = torch.searchsorted(explicit, explicit)
@@ -35,6 +37,37 @@ class CoSENT(TemperedLoss):
         terms = torch.cat((logits.new_zeros(len(logits), 1), below - logits[:, ranked]), dim=1)
         share = batch.num_own_rows / max(1, batch.num_rows)
         return similarity.total(torch.logsumexp(terms, dim=1)) * share
+
+    def scores_of(self, batch: LossBatch, similarity: Similarity) -> Tensor:
+        """Return the similarities [K, N] of all pairs at all sizes."""
+        return pair_scores(batch.embeddings, batch.query, batch.positive, similarity)
+
+
+class Angle(CoSENT):
+    """The angle loss of AnglE (loss: angle): CoSENT on s_i = |sum of re(z) + im(z)| * |b| / |a|, z = a / b
+
+    of a query and a document whose first halves are real and second halves imaginary parts: the quotient of complex
+    numbers has the difference of their angles, without the saturation of the cosine. With J(x, y) = (y, -x) this is
+    |(a + J a) . b| / (|a| |b|), the square root of 2 times the cosine of a + J a and b.
+    """
+
+    def scores_of(self, batch: LossBatch, similarity: Similarity) -> Tensor:
+        """Return the sums of the parts [K, N] of all pairs at all sizes. O(N) memory."""
+        found = []
+        for dim in similarity.dims:
+            if dim % 2:
+                raise UserError(
+                    f"loss: angle reads halves of a vector as real and imaginary parts, and {dim:,d} dimensions have "
+                    "none: use an even size (mrl_dims), or loss: cosent"
+                )
+            rows = batch.embeddings[:, :dim]
+            real, imaginary = rows[batch.query].chunk(2, dim=1)
+            turned = torch.cat((real + imaginary, imaginary - real), dim=1)
+            both = torch.cat((turned, rows[batch.positive]))
+            left, right = torch.arange(len(both), device=both.device).chunk(2)
+            cosine = Similarity.at((dim,), (1.0,), cosine=True)
+            found.append(pair_scores(both, left, right, cosine).abs() * math.sqrt(2))
+        return torch.cat(found)
 
 
 class CosineRegression(ScoredLoss):

@@ -6,7 +6,16 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from vembed.config.entries import DataSource, Fraction, Frozen, NonNegativeInt, Number, PositiveFloat, PositiveInt
+from vembed.config.entries import (
+    RELEVANCE,
+    DataSource,
+    Fraction,
+    Frozen,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+)
 from vembed.config.negatives import ChoiceOptions
 
 BM25 = "bm25"
@@ -60,7 +69,7 @@ class Judge(Endpoint):
     unsure: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = Field(default=[0.5, 0.5])
     """[low, high]: relevant from `high` on, not relevant below `low`, and between them the next judge is asked. The
     last judge decides in the middle."""
-    instruction: str = "Given a search query, retrieve the passages that answer it or are relevant to it"
+    instruction: str = RELEVANCE
     """Definition of relevance, for yes_no and endpoints."""
     max_length: PositiveInt = 512
     """Longest pair in tokens; the longer of the two texts is cut (yes_no and endpoints: the document)."""

@@ -7,24 +7,18 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig
 
 from vembed.data.cache import short_hash
 from vembed.errors import UserError
 from vembed.families.model_files import whole_model_folder
-from vembed.inference.reranker import Reranker, add_padding_token, in_batches, read_weights
+from vembed.inference.reranker import Reranker
+from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT, YesNoReranker
 from vembed.mining.config import Judge, ModelOptions
 from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-YES_NO_PROMPT = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-)
-YES_NO_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""The form that Qwen3-Reranker was trained on."""
 
 ENDPOINT_PROMPT = (
     "{instruction}.\n\nQuery: {query}\n\nDocument: {document}\n\n"
@@ -65,38 +59,17 @@ class YesNoDecoder:
     """A decoder that is asked, and whose next token is yes or no."""
 
     def __init__(self, judge: Judge, options: ModelOptions, device: torch.device) -> None:
-        folder = whole_model_folder(judge.model, option="judges")
-        self._tokenizer = AutoTokenizer.from_pretrained(
-            folder, padding_side="left", trust_remote_code=options.trust_remote_code
-        )
-        add_padding_token(self._tokenizer)
-        ids = [self._tokenizer.encode(word, add_special_tokens=False) for word in ("no", "yes")]
-        if any(len(one) != 1 for one in ids):
-            raise UserError(f"judges: {judge.model} has no single tokens for yes and no: use kind: cross_encoder")
-        self._answers = torch.tensor([one[0] for one in ids], device=device)
-        dtype = DTYPES.get(options.torch_dtype)
-        model = read_weights(AutoModelForCausalLM, folder, dtype, options.trust_remote_code)
-        self._model, self._device = model.eval().to(device), device
-        self._judge = judge
-        self._begin = self._tokenizer.encode(YES_NO_PROMPT, add_special_tokens=False)
-        self._end = self._tokenizer.encode(YES_NO_END, add_special_tokens=False)
+        self.reranker = YesNoReranker(
+            whole_model_folder(judge.model, option="judges"), role=f"judges: {judge.model}",
+            instruction=judge.instruction, dtype=DTYPES.get(options.torch_dtype), device=device,
+            trust_remote_code=options.trust_remote_code,
+        )  # fmt: skip
+        self._max_length = judge.max_length
 
     def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
         """The number of each pair, and the probability of yes among yes and no."""
-        texts = [
-            f"<Instruct>: {self._judge.instruction}\n<Query>: {query}\n<Document>: {document}"
-            for query, document in pairs
-        ]
-        room = max(self._judge.max_length - len(self._begin) - len(self._end), 1)
-        bodies = self._tokenizer(texts, add_special_tokens=False, truncation=True, max_length=room)["input_ids"]
-        ids = [[*self._begin, *body, *self._end] for body in bodies]
-        encoded = {"input_ids": ids, "attention_mask": [[1] * len(one) for one in ids]}
-        found = in_batches(encoded, self._tokenizer, self._device, self._scores)
-        return ((number, float(score)) for number, score in found)
-
-    def _scores(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = self._model(**inputs, logits_to_keep=1).logits[:, -1, self._answers].float()
-        return torch.softmax(logits, dim=1)[:, 1]
+        for number, logits in self.reranker.logits(pairs, self._max_length):
+            yield number, float(torch.softmax(logits, dim=0)[1])
 
 
 class EndpointJudge:

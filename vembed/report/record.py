@@ -116,9 +116,10 @@ def read_run(output_dir: str | Path) -> RunRecord:
 
 def metric_name(key: str) -> str:
     """Return a metric's display name: ndcg@10 -> nDCG@10."""
-    if key.startswith("guard/"):
-        _, guard, own = key.split("/", 2)
-        return f"guard {guard}: {metric_name(own)}"
+    kind, _, rest = key.partition("/")
+    if kind in ("guard", "task"):
+        name, _, own = rest.rpartition("/")
+        return f"{kind} {name}: {metric_name(own)}"
     base, at, cut = key.partition("@")
     return NAMES.get(base, base) + at + cut
 

@@ -51,7 +51,7 @@ def score_table(
     of the 95 % intervals of the changes."""
     before, after = record.before, record.after
     measured = after or before
-    wanted = keys or tuple(key for key in measured if "/" not in key or key.startswith("guard/"))
+    wanted = keys or tuple(key for key in measured if "/" not in key or key.startswith(("guard/", "task/")))
     rows = []
     for key in wanted:
         if prefix + key in measured:
@@ -177,6 +177,26 @@ def curves(record: RunRecord) -> list[Curve]:
             steps, values = _thinned(points)
             from_zero, noisy = key not in ("loss", "grad_norm"), key not in ("learning_rate", "memory")
             found.append(Curve(title, note, steps, values, write, from_zero, noisy))
+    return found + task_curves(record)
+
+
+def task_curves(record: RunRecord) -> list[Curve]:
+    """Return the loss of each task and term, and the scores of each task and guard, where there are several points."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for line in record.steps:
+        for key in (key for key in line if key.startswith("loss/") and _is_number(line[key])):
+            points.setdefault(key, []).append((float(line["step"]), float(line[key])))
+    for one in record.evaluations:
+        for key in (key for key in one.scores if key.startswith(("task/", "guard/"))):
+            points.setdefault(key, []).append((float(one.step), one.scores[key]))
+    found = []
+    for key, read in points.items():
+        if len(read) > 1:
+            is_loss = key.startswith("loss/")
+            title = f"Loss, {key.removeprefix('loss/')}" if is_loss else metric_name(key)
+            note = "mean between two log lines" if is_loss else ""
+            write = "{:.3g}".format if is_loss else "{:.4f}".format
+            found.append(Curve(title, note, *_thinned(read), write, noisy=is_loss))
     return found
 
 

@@ -190,10 +190,15 @@ class _Stage:
         if self.step.kind == "merge" and _is_main(self.env) and (self.folder / "final").exists():
             raise UserError(f"{self.folder / 'final'} exists already; remove it, or give the merge another name")
         verb, words = self._words()
+        path = self.folder / {"mine": MINED, "merge": "final/merge.json"}.get(self.step.kind, SCORES_FILE)
+        if _is_main(self.env):
+            path.unlink(missing_ok=True)  # of an earlier start: nobody may take it for the result
         code = self.verb(verb, words)
+        if code == 0:
+            self._wait_for(path)
         if code or self.step.kind != "evaluate":
             return code, {}
-        scores = json.loads((self.folder / SCORES_FILE).read_text(encoding="utf-8"))
+        scores = json.loads(path.read_text(encoding="utf-8"))
         required = self.step.options().get("require", {})
         problem = check_requirements(scores, required)
         if problem:
@@ -267,6 +272,12 @@ class _Stage:
                     f"output_dir: {self.folder} is not the same folder for all processes; give one on a file system "
                     "that all machines share"
                 )
+            time.sleep(0.05)
+
+    def _wait_for(self, path: Path) -> None:
+        """Under a launcher rank 0 writes what the others read, and they may be here before it has."""
+        deadline = time.monotonic() + SHARED_WITHIN
+        while not (path.is_file() and path.stat().st_size) and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _state(self) -> dict[str, Any]:

@@ -7,15 +7,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from torch import nn
 
 from vembed.config.entries import Teacher
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.distributed.session import Session
+from vembed.distributed.sharding import shard_for_use
 from vembed.families.decisions import describe
+from vembed.families.description import ModelDescription
+from vembed.families.model_files import model_folder
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_rank_items
+from vembed.models.embedding_model import load_embedder
+from vembed.teachers.shards import is_sharded
 
 log = logging.getLogger("vembed")
 
@@ -40,38 +46,51 @@ class VectorTeacher:
         self.description = described
         self.dim = described.embedding_dim
         self.roles_differ = described.query_prompt != described.document_prompt
-        self._embedder: Embedder | None = None
+        self._model: nn.Module | None = None
         self._featuriser: Featuriser | None = None
 
     def compute(self, questions: Sequence[Question]) -> np.ndarray:
         """Return vectors [n, dim] of length 1 of this rank's questions. Collective: ranks may ask different things,
         and at least one rank asks something."""
-        embedder = self._loaded()
-        assert self._featuriser is not None
-        found = encode_rank_items(embedder.model, self._featuriser, questions, session=self.session)
+        model, featuriser = self._loaded()
+        found = encode_rank_items(model, featuriser, questions, session=self.session)
         unit: np.ndarray = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
         return unit
 
     def release(self) -> None:
         """Give up the weights; they are read again if something is missing later."""
-        self._embedder = None
+        self._model = None
 
-    def _loaded(self) -> Embedder:
-        if self._embedder is None:
+    def _loaded(self) -> tuple[nn.Module, Featuriser]:
+        if self._model is None or self._featuriser is None:
             log.info("teacher %s: %s", self.teacher.label, self.description.summary())
-            self._embedder = Embedder(
-                self.teacher.model,
-                mixed_precision="bf16" if self.session.placement.copies_weights else "no",
-                session=self.session,
-                trust_remote_code=self.trust_remote_code,
-            )
+            self._model, description = self._read()
             wanted = self.description
             self._featuriser = Featuriser(
                 replace(
-                    self._embedder.description,
+                    description,
                     query_prompt=wanted.query_prompt,
                     document_prompt=wanted.document_prompt,
                     max_length=wanted.max_length,
                 )
             )
-        return self._embedder
+        return self._model, self._featuriser
+
+    def _read(self) -> tuple[nn.Module, ModelDescription]:
+        """Return the model, as a copy or as this rank's shard, and its description."""
+        session, with_run = self.session, self.session.fsdp is not None and self.teacher.sharded is not False
+        if not with_run and is_sharded(self.teacher, model_folder(self.teacher.model, option="teacher"), session):
+            model = load_embedder(
+                self.teacher.model, device="cpu", computes_on=session.device, meta=not session.is_main,
+                trust_remote_code=self.trust_remote_code,
+            )  # fmt: skip
+            described = model.description
+            return shard_for_use(model, described.layer_classes, session.device, one_reads=True), described
+        embedder = Embedder(
+            self.teacher.model,
+            device=session.device,
+            mixed_precision="bf16" if session.placement.copies_weights else "no",
+            session=session if with_run or session.fsdp is None else None,
+            trust_remote_code=self.trust_remote_code,
+        )
+        return embedder.model, embedder.description

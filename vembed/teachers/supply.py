@@ -56,14 +56,15 @@ class Teachers:
         wants_vectors |= {followed_teacher(term) for _, term in run_terms(config) if takes_vectors(term)}
         for teacher in needed_teachers(config):
             files = model_folder(teacher.model, option="teacher")
-            if kind_of(teacher, files) == "reranker":
+            kind = kind_of(teacher, files, wants_vectors=teacher.label in wants_vectors)
+            if kind != "embedder":
                 if teacher.label in wants_vectors:
                     raise UserError(
                         f"teacher {teacher.label} is a reranker, which scores listed pairs alone, and the losses need "
                         "its vectors: use an embedding model for guide, embedding, relational and kl over the batch"
                     )
-                identity = teacher_identity(files, teacher, "reranker", "float32")
-                model = PairTeacher(teacher, files, config, session)
+                identity = teacher_identity(files, teacher, kind, "float32")
+                model = PairTeacher(teacher, files, config, session, yes_no=kind == "yes_no")
                 self.pairs[teacher.label] = CachedTeacher(teacher.label, model, identity, session, folder)
                 self._scales[teacher.label] = teacher.scale
             else:
@@ -197,11 +198,13 @@ class Teachers:
         return collectives.all_gather_rows(torch.from_numpy(values).to(self.session.device), counts)
 
 
-def kind_of(teacher: Teacher, files: Path) -> str:
-    """Return `embedder` or `reranker`."""
+def kind_of(teacher: Teacher, files: Path, *, wants_vectors: bool) -> str:
+    """Return `embedder`, `reranker` or `yes_no`. `wants_vectors`: a loss of the run needs the teacher's vectors."""
     if teacher.kind != "auto":
         return teacher.kind
     if (files / "modules.json").is_file():  # the layout of Sentence Transformers' embedding models
         return "embedder"
     architectures = (read_object(files / "config.json") or {}).get("architectures") or []
-    return "reranker" if any(name.endswith("ForSequenceClassification") for name in architectures) else "embedder"
+    if any(name.endswith("ForSequenceClassification") for name in architectures):
+        return "reranker"
+    return "yes_no" if not wants_vectors and any(name.endswith("ForCausalLM") for name in architectures) else "embedder"

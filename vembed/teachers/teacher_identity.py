@@ -10,6 +10,7 @@ from vembed.config.entries import Teacher
 from vembed.data.examples import Item, Kind
 from vembed.data.feature_store import lasting_identity
 from vembed.data.row_store import KEY_BYTES
+from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT
 
 FORMAT = 1
 """Version of the identities. Increase it when a teacher gives other answers for the same files and settings."""
@@ -21,6 +22,8 @@ def teacher_identity(folder: Path, teacher: Teacher, kind: str, arithmetic: str)
     """Return a hash of a teacher's files and settings; of files above 3 MiB, of the size and three samples of 1 MiB."""
     digest = hashlib.blake2b(digest_size=16)
     settings = [FORMAT, kind, arithmetic, teacher.query_prompt, teacher.document_prompt, teacher.max_length]
+    if kind == "yes_no":
+        settings += [teacher.instruction, YES_NO_PROMPT, YES_NO_END]
     digest.update(json.dumps(settings).encode())
     for path in sorted(folder.rglob("*")):
         if path.suffix in (".json", ".safetensors", ".txt", ".model", ".jinja", ".bin") and path.is_file():

@@ -11,7 +11,7 @@ from typing_extensions import override
 from vembed.config.entries import Guard
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError
-from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
+from vembed.evaluation.dataset import EvalData, open_eval_data
 from vembed.evaluation.scores import evaluate_model
 from vembed.training.hooks import Evaluation, Hook, Run
 
@@ -51,9 +51,9 @@ class Guards(Hook):
         evaluation.scores.update({PREFIX + key: value for key, value in found.items()})
         fallen = []
         for name, guard, data in self._data:
-            key = f"{name}/{_metric(data)}"
+            key = f"{name}/{data.metric}"
             change = found[key] - self._before[key]
-            log.info("guard %s: %s %.4f (%+.4f; may fall by %g)", name, _metric(data), found[key], change,
+            log.info("guard %s: %s %.4f (%+.4f; may fall by %g)", name, data.metric, found[key], change,
                      guard.max_drop)  # fmt: skip
             if -change > guard.max_drop:
                 fallen.append(f"{key} fell from {self._before[key]:.4f} to {found[key]:.4f}, by more than "
@@ -76,7 +76,7 @@ class Guards(Hook):
 
     @override
     def load_state(self, state: dict[str, Any]) -> None:
-        if set(state["before"]) == {f"{name}/{_metric(data)}" for name, _, data in self._data}:
+        if set(state["before"]) == {f"{name}/{data.metric}" for name, _, data in self._data}:
             self._before = dict(state["before"])
         else:
             log.info("guards have changed: they are measured against the weights of now")
@@ -94,9 +94,5 @@ class Guards(Hook):
         with run.hooks.evaluation_weights():
             for name, _, data in self._data:
                 scores = evaluate_model(run.parts.model, run.parts.featuriser, data, run.config, run.session, dims=[])
-                found[f"{name}/{_metric(data)}"] = scores[_metric(data)]
+                found[f"{name}/{data.metric}"] = scores[data.metric]
         return found
-
-
-def _metric(data: EvalData) -> str:
-    return "ndcg@10" if isinstance(data, RetrievalData) else "spearman"

@@ -5,16 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import data_entries
 from vembed.training.fingerprints import of_model
 from vembed.training.parts import RunData
+
+OF_TASK = {"losses", "temperature", "batch_size", "global_batch_size"}
+"""Options of a source that are no part of the data's fingerprint."""
 
 
 def identity_of(config: TrainConfig, data: RunData) -> dict[str, Any]:
     """Return the identity. A model that is not on this machine yet (a Hub name) has no fingerprint."""
     models = {"model_files": config.model_name, "image_model_files": config.image_model_name}
     prints = {name: of_model(one, config.model_revision) for name, one in models.items() if one is not None}
+    tasks = [one.model_dump(mode="json", include=OF_TASK, exclude_none=True) for one in data_entries(config)]
     return {
         "data": data.examples.fingerprint,
+        "tasks": tasks if any(tasks) else [],
         "global_batch_size": data.examples_per_step,
         **{name: found for name, found in prints.items() if found is not None},
     }

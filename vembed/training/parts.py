@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -33,6 +34,8 @@ class RunData:
     """Optimizer steps of the whole run."""
     warnings: tuple[str, ...] = ()
     """Problems between training and validation data, on rank 0."""
+    by_task: Mapping[str, EvalData] = field(default_factory=dict)
+    """Evaluation data of single tasks, by the task's name."""
 
     @property
     def examples_per_step(self) -> int:

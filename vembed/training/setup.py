@@ -12,7 +12,9 @@ import psutil
 import torch
 
 from vembed.config.rhythm import Rhythm, Size, passes, rhythm
+from vembed.config.sampling import parse_sampling
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import source_batch_sizes, task_numbers
 from vembed.data.batches import BatchSchedule
 from vembed.data.features import Features, Featuriser
 from vembed.data.feeding import Feeder
@@ -81,6 +83,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         epochs.value,
         total_steps,
         sets.warnings,
+        sets.by_task,
     )
 
 
@@ -170,17 +173,6 @@ def open_stream(config: TrainConfig, data: RunData, featuriser: Featuriser, sess
     )
 
 
-def source_weights(sizes: Sequence[int], weights: Sequence[float], alpha: float) -> list[float]:
-    """Return how often each source's examples are drawn per epoch: its weight, tempered by size ** (alpha - 1), and
-    scaled so that an epoch draws as many examples as without."""
-    if alpha == 1.0:
-        return list(weights)
-    tempered = [weight * size ** (alpha - 1.0) for size, weight in zip(sizes, weights, strict=True)]
-    wanted = sum(size * weight for size, weight in zip(sizes, weights, strict=True))
-    factor = wanted / sum(size * weight for size, weight in zip(sizes, tempered, strict=True))
-    return [weight * factor for weight in tempered]
-
-
 def schedule_batches(
     config: TrainConfig, store: ExampleStore, session: Session, epochs: float
 ) -> tuple[BatchSchedule, int]:
@@ -190,9 +182,12 @@ def schedule_batches(
         store.sizes,
         size,
         config.seed,
-        weights=source_weights(store.sizes, store.weights, config.sampling_alpha),
+        weights=store.weights,
         names=store.names,
-        homogeneous=config.homogeneous_batches,
+        homogeneous=bool(config.homogeneous_batches),
+        tasks=task_numbers(config),
+        batch_sizes=source_batch_sizes(config, session.world_size),
+        sampling=parse_sampling(config.sampling),
         keys=store.all_keys() if config.no_duplicates else None,
         drop_last=config.drop_last,
         labels=store.labels,
@@ -211,7 +206,7 @@ def schedule_batches(
         raise UserError(f"global_batch_size: {size} is less than the number of processes, {session.world_size}")
     if batch_schedule.smallest_batch < session.world_size:
         raise UserError(
-            f"the smallest batch has {batch_schedule.smallest_batch} of {size} examples, fewer than the "
+            f"the smallest batch has {batch_schedule.smallest_batch} examples, fewer than the "
             f"{session.world_size} processes: use fewer processes, add data, or set drop_last: true"
         )
     return batch_schedule, max(steps, 1)

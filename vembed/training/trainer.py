@@ -48,6 +48,7 @@ from vembed.training.shortage import MemoryGuard, OutOfMemory
 from vembed.training.source_losses import LossesBySource, LossesByTerm
 from vembed.training.step import ContrastiveStep
 from vembed.training.step_curves import StepCurves
+from vembed.training.task_scores import TaskScores
 from vembed.training.timing import RunClock
 from vembed.training.update import Update, synchronise
 from vembed.training.watch import Watch
@@ -107,6 +108,7 @@ class Trainer:
             Diagnostics(),
             LossesBySource(),
             LossesByTerm(),
+            TaskScores(),
             DataWatch(),
             AuxiliaryFigures(),
             StepCurves(),

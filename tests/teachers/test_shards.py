@@ -1,0 +1,139 @@
+"""Teachers in shards, and decoders that answer yes or no: the same answers as whole ones in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.harness import run_ranks
+from tests.teachers.test_cache import Data, rows
+from tests.tiny import shared, tiny_bert, tiny_qwen3, tiny_reranker
+from vembed.config.entries import Teacher
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import Example
+from vembed.data.row_store import RowStore
+from vembed.distributed.session import start_session
+from vembed.errors import UserError
+from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT, YesNoReranker
+from vembed.teachers.cached import KIND
+from vembed.teachers.shards import is_sharded
+from vembed.teachers.supply import Teachers, kind_of
+
+
+def yes_no_decoder(folder: Path) -> Path:
+    """A Qwen3 whose tokenizer has single tokens for yes and no."""
+    tokenizer = AutoTokenizer.from_pretrained(shared(tiny_qwen3))
+    tokenizer.add_tokens(["yes", "no"])
+    model = AutoModelForCausalLM.from_pretrained(shared(tiny_qwen3))
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def config_of(judge: Path, **settings: Any) -> TrainConfig:
+    """A run with a teacher of each kind."""
+    folders = {"vectors": shared(tiny_bert), "reranker": shared(tiny_reranker), "judge": judge}
+    teachers = [Teacher(model=str(folder), name=name, **settings) for name, folder in folders.items()]
+    losses: list[Any] = [{"loss": "kl", "teacher": name} for name in folders]
+    losses[0]["distill_candidates"] = "batch"
+    return TrainConfig(
+        model_name=str(folders["vectors"]), data_path="none", teachers=teachers, losses=losses, strategy="ddp"
+    )
+
+
+def answer(config: TrainConfig, cache: Path, data: list[list[Example]]) -> list[type]:
+    """Called on every rank: fill the cache with the answers for some data, and return the classes of the models."""
+    with start_session(config) as session:
+        teachers = Teachers(config, session, cache)
+        for number, examples in enumerate(data):
+            teachers.prepare(Data(examples, str(number)))
+        pairs = list(teachers.pairs.values())
+        return [type(teachers.vectors["vectors"].model), *(type(one.model) for one in pairs)]
+
+
+def kept(cache: Path) -> dict[str, dict[bytes, np.ndarray]]:
+    """All answers in a cache, by store and key."""
+    stores = [RowStore(cache / "teachers", path.name, KIND) for path in sorted((cache / "teachers").iterdir())]
+    found = {}
+    for store in stores:
+        keys = list(store._places)
+        found[store.folder.name] = {keys[place]: row for place, row in store.find_rows(keys).items()}
+    return found
+
+
+def test_shards_answer_as_whole_teachers_do(tmp_path: Path) -> None:
+    judge = yes_no_decoder(tmp_path / "judge")
+    single = [replace(one, negatives=()) for one in rows(40)[39:]]  # one pair: a rank has none
+    data = [rows(9), single]
+    answer(config_of(judge), tmp_path / "whole", data)
+    run_ranks(answer, 2, config_of(judge, sharded=True), tmp_path / "shards", data, timeout=90, process_group=False)
+    whole, shards = kept(tmp_path / "whole"), kept(tmp_path / "shards")
+    assert whole.keys() == shards.keys(), "shards are no part of a teacher's identity"
+    assert sorted(map(len, whole.values())) == [19, 19, 29]
+    for name, rows_by_key in whole.items():
+        assert rows_by_key.keys() == shards[name].keys()
+        for key, row in rows_by_key.items():
+            np.testing.assert_allclose(shards[name][key], row, atol=2e-5)
+
+
+def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
+    folder = yes_no_decoder(tmp_path / "judge")
+    reranker = YesNoReranker(
+        folder, role="teacher x", instruction="Do they match", dtype=None, device=torch.device("cpu"),
+        trust_remote_code=False,
+    )  # fmt: skip
+    config = config_of(folder)
+    teacher = Teacher(model=str(folder), instruction="Do they match")
+    assert kind_of(teacher, folder, wants_vectors=False) == "yes_no"
+    assert kind_of(teacher, folder, wants_vectors=True) == "embedder"
+    example = rows(1)[0]
+    config = config.model_copy(update={"teachers": [teacher], "losses": None, "loss": "margin_mse"})
+    with start_session(config) as session:
+        teachers = Teachers(config, session, tmp_path / "cache")
+        teachers.prepare(Data([example], "data"))
+        found = teachers.pairs[str(folder)].model.compute([(example.query, example.negatives[0])])
+    text = f"<Instruct>: Do they match\n<Query>: {example.query.text}\n<Document>: {example.negatives[0].text}"
+    ids = [
+        one
+        for part in (YES_NO_PROMPT, text, YES_NO_END)
+        for one in reranker.tokenizer.encode(part, add_special_tokens=False)
+    ]
+    no, yes = reranker.tokenizer.convert_tokens_to_ids(["no", "yes"])
+    with torch.no_grad():
+        logits = reranker.model(torch.tensor([ids])).logits[0, -1]
+    assert float(found[0, 0]) == pytest.approx(float(logits[yes] - logits[no]), abs=1e-4)
+
+
+def test_a_teacher_that_does_not_fit_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = Teacher(model=str(shared(tiny_bert)))
+    size = sum(path.stat().st_size for path in shared(tiny_bert).rglob("*.safetensors"))
+    monkeypatch.setattr("vembed.distributed.collectives.broadcast_json", lambda value: value)
+
+    class Place:
+        memory = size
+
+    class Ranks:
+        world_size, placement = 2, Place()
+
+    ranks: Any = Ranks()
+    assert is_sharded(teacher, shared(tiny_bert), ranks)
+    Place.memory = 2 * size
+    assert not is_sharded(teacher, shared(tiny_bert), ranks)
+    assert is_sharded(teacher.model_copy(update={"sharded": True}), shared(tiny_bert), ranks)
+    Ranks.world_size = 1
+    assert not is_sharded(teacher.model_copy(update={"sharded": True}), shared(tiny_bert), ranks)
+
+
+def test_a_decoder_without_tokens_for_yes_and_no(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="teacher x has no single tokens for yes and no"):
+        YesNoReranker(
+            shared(tiny_qwen3), role="teacher x", instruction="", dtype=None, device=torch.device("cpu"),
+            trust_remote_code=False,
+        )  # fmt: skip
