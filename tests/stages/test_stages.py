@@ -1,6 +1,7 @@
 """`stages:` from the command: the steps in order, each once, resumed in the middle, with steps between."""
 
 import json
+import os
 import signal
 import time
 from pathlib import Path

@@ -162,7 +162,7 @@ def takes_vectors(term: TrainConfig) -> bool:
     return term.loss in NEEDS_VECTORS or (term.loss == "kl" and term.distill_candidates == "batch")
 
 
-WHOLE_BATCH = frozenset({"cosent", "listwise", "ranknet", "relational", "spread_out"})
+WHOLE_BATCH = frozenset({"cosent", "angle", "listwise", "ranknet", "relational", "spread_out"})
 """Losses that compare what a ring never has in one place: they need the embeddings of all processes at once."""
 
 
