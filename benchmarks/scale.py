@@ -58,11 +58,11 @@ def data_result(path: Path, num_rows: int) -> dict[str, float]:
     opened = time.perf_counter()
     batch_schedule = BatchSchedule([num_rows], BATCH_SIZE, 0)
     stream = RankBatchStream(store, batch_schedule, featuriser, 0, 1, 0)
-    stream.share(0)
+    stream.rank_batch(0)
     first = time.perf_counter()
     batches = min(NUM_BATCHES, batch_schedule.steps_per_epoch - 1)
     for number in range(1, batches + 1):
-        stream.share(number)
+        stream.rank_batch(number)
     ended = time.perf_counter()
     return {
         "open": opened - began,

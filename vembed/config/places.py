@@ -26,6 +26,11 @@ def is_hub_model(name: str) -> bool:
     return not (Path(name).expanduser().is_absolute() or name.startswith((".", "~")) or name.count("/") > 1)
 
 
+def is_pattern_or_address(path: str) -> bool:
+    """Return whether a path stands for several files, or for files elsewhere: `data/*.parquet`, `s3://bucket/file`."""
+    return "://" in path or any(one in path for one in "*?[")
+
+
 def data_places(config: TrainConfig) -> list[tuple[str, str]]:
     """Return the option and the path of each source of data."""
     sources = config.data_path if isinstance(config.data_path, list) else [config.data_path]
@@ -48,7 +53,7 @@ def missing_places(config: TrainConfig, origins: Mapping[str, str]) -> list[str]
     found = [
         f"{option}: {path} does not exist (looked from {Path.cwd()})"
         for option, path in missing_data(config)
-        if not is_hub_dataset(path)
+        if not is_hub_dataset(path) and not is_pattern_or_address(path)
     ]
     folder = config.model_name
     if not _exists(folder) and not is_hub_model(folder) and RESULT_OF not in origins["model_name"]:

@@ -139,7 +139,8 @@ class DataOptions(Frozen, title="data"):
     """Options of training and validation data."""
 
     data_path: str | list[str | DataSource]
-    """Training data: a file (JSONL, CSV, TSV, Parquet), a `datasets` folder, a Hub name, or a list with weights."""
+    """Training data: a file (JSONL, CSV, TSV, Parquet; also .gz, .zst), a folder or pattern of files, an address
+    (`s3://...`), a Hub name, or a list with weights."""
     val_data_path: str | None = None
     """Validation data: as `data_path`, or a BEIR-style folder (corpus.jsonl, queries.jsonl, qrels/*.tsv)."""
     val_split: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), Number] | None = None

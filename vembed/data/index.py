@@ -152,7 +152,8 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
     return Index(
         starts=np.array(starts),
         sizes=np.array(sizes, dtype=np.uint32),
-        lines=np.array(lines, dtype=np.uint32),
+        # Of several files the lines count on, by their bytes; half the memory is enough for one.
+        lines=np.array(lines, dtype=np.uint32 if not lines or lines[-1] < 2**32 else np.int64),
         keys=ContentKeys(np.array(values), np.array(ends)) if with_keys else None,
         counts=counts,
         fingerprint=_hash_of(reader.files()),

@@ -4,32 +4,48 @@ from __future__ import annotations
 
 import difflib
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from vembed.config.places import is_hub_dataset
 from vembed.data.cache import short_hash, stamp
 from vembed.data.columns import Columns
 from vembed.data.delimited import DelimitedFile
+from vembed.data.fetching import CODECS, fetched_copies, is_address, is_pattern, unpacked_copy
 from vembed.data.readers import JsonArray, JsonLines, Reader
-from vembed.data.tables import ParquetTable, Role, open_folder, open_hub
+from vembed.data.several_files import SeveralFiles
+from vembed.data.tables import ParquetTable, Role, is_saved_dataset, open_folder, open_hub
 from vembed.errors import UserError
 
-FORMATS = "JSON Lines (.jsonl, .ndjson), JSON (.json), CSV (.csv), TSV (.tsv) and Parquet (.parquet)"
+FORMATS = (
+    "JSON Lines (.jsonl, .ndjson), JSON (.json), CSV (.csv), TSV (.tsv) and Parquet (.parquet), also packed (.gz, "
+    ".zst, .bz2)"
+)
 
-_PACKED = {".gz": "gunzip -k", ".zst": "unzstd", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zip": "unzip"}
+_PACKED = {".xz": "unxz -k", ".zip": "unzip"}
+READ = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
+"""Endings of the files that a folder or a pattern stands for, also packed."""
 
 
 def open_reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
-    """Return the reader of a file, a folder saved by `datasets`, or a Hub dataset."""
+    """Return the reader of a file, a pattern such as `data/*.parquet`, a folder, an address that fsspec opens, or a Hub
+    dataset."""
+    if is_address(path):
+        return _joined(path, [_named(copy, name, columns, cache) for name, copy in fetched_copies(path, cache)])
     try:
         place = Path(path).expanduser()
         status = place.stat()
     except FileNotFoundError:
+        if is_pattern(path):
+            return _open_pattern(path, columns, cache)
         return _open_name(path, columns, role)
     except (OSError, ValueError, RuntimeError) as error:  # a symlink loop, a NUL character, an unknown home folder
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{path} cannot be read: {reason}") from error
     if stat.S_ISDIR(status.st_mode):
+        files = _data_files(place)
+        if files and not is_saved_dataset(place):
+            return _joined(path, [_open_file(one, columns, cache) for one in files])
         return open_folder(place, columns, role)
     if not stat.S_ISREG(status.st_mode):  # a pipe, for example, blocks and can be read only once
         raise UserError(f"{path} is not a regular file")
@@ -39,6 +55,39 @@ def open_reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
         return _open_file(place, columns, cache)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _open_pattern(path: str, columns: Columns, cache: Path) -> Reader:
+    parts = Path(path).expanduser().parts
+    first = next(number for number, part in enumerate(parts) if is_pattern(part))
+    found = sorted(Path(*parts[:first]).glob("/".join(parts[first:])))
+    files = [one for one in found if one.is_file() and one.stat().st_size]
+    if not files:
+        raise UserError(f"{path} names no file (looked from {Path.cwd()})")
+    return _joined(path, [_open_file(one, columns, cache) for one in files])
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """Return the data files of a folder, sorted by name. A folder of one kind of file is one source."""
+    found = [one for one in sorted(folder.iterdir()) if one.is_file() and one.stat().st_size and _kind(one) in READ]
+    return found if len({_kind(one) for one in found}) == 1 else []
+
+
+def _kind(path: Path) -> str:
+    """Return the ending of a file, of a packed one that of its content."""
+    kind = path.suffix.lower()
+    return path.with_suffix("").suffix.lower() if kind in CODECS else kind
+
+
+def _joined(name: str, readers: Sequence[Reader]) -> Reader:
+    return readers[0] if len(readers) == 1 else SeveralFiles(name, readers)
+
+
+def _named(copy: Path, name: str, columns: Columns, cache: Path) -> Reader:
+    """Return the reader of a copy, which messages call by the name of what it was copied from."""
+    reader = _open_file(copy, columns, cache)
+    reader.name = name
+    return reader
 
 
 def _open_file(path: Path, columns: Columns, cache: Path) -> Reader:
@@ -54,6 +103,10 @@ def _open_file(path: Path, columns: Columns, cache: Path) -> Reader:
     if kind in (".parquet", ".pq"):
         unpacked = cache / "parquet" / f"{short_hash(str(path.absolute()))}-{short_hash(stamp(path))}"
         return ParquetTable(path, columns, unpacked)
+    if kind in CODECS:
+        reader = _named(unpacked_copy(path, cache), str(path), columns, cache)
+        reader.folder = path.parent
+        return reader
     if kind in _PACKED:
         raise UserError(f"{path} is packed, and records are read from any place of a file: unpack it ({_PACKED[kind]})")
     raise UserError(f"{path} has the ending {kind or '(none)'}, and vembed reads {FORMATS}")

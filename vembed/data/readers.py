@@ -51,6 +51,10 @@ class Reader(Protocol):
         """Return the files that the records come from."""
         ...
 
+    def extent(self) -> tuple[int, int]:
+        """Return bounds of the positions and of the line numbers."""
+        ...
+
 
 class TextFile:
     """A file whose records are read by byte position.
@@ -79,6 +83,11 @@ class TextFile:
     def files(self) -> Sequence[Path]:
         """Return the files that the records come from."""
         return (self.path,)
+
+    def extent(self) -> tuple[int, int]:
+        """Return bounds of the positions and of the line numbers. Each line has a byte at least."""
+        size = os.fstat(self._file).st_size
+        return size + 1, size + 1
 
     def _bytes(self, start: int, size: int) -> bytes:
         return os.pread(self._file, size, start)

@@ -66,6 +66,11 @@ class ParquetTable(_Rows):
         """Return the files that the records come from."""
         return (self._path,)
 
+    def extent(self) -> tuple[int, int]:
+        """Return the numbers of positions and lines."""
+        num_rows = self._ends[-1] if self._ends else 0
+        return num_rows + 1, num_rows + 1
+
     def scan(self) -> Iterator[Found]:
         """Yield all records in order."""
         row = 0
@@ -135,6 +140,10 @@ class DatasetTable(_Rows):
         """Return the files that the records come from."""
         return self._files
 
+    def extent(self) -> tuple[int, int]:
+        """Return the numbers of positions and lines."""
+        return len(self._rows) + 1, len(self._rows) + 1
+
     def scan(self) -> Iterator[Found]:
         """Yield all records in order."""
         row, num_rows = 0, 32
@@ -150,6 +159,11 @@ class DatasetTable(_Rows):
         """Return one record again, from the position and size that `scan` yielded."""
         self._mapped.check()
         return _values(self._rows[start : start + size])[0]
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Return whether a folder is one that `datasets.save_to_disk` has written."""
+    return any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json"))
 
 
 def open_folder(path: Path, columns: Columns, role: Role) -> DatasetTable:

@@ -27,23 +27,26 @@ def gather_columns(columns: Mapping[str, Column], device: torch.device) -> dict[
 
     Every rank passes the same names, dtypes and trailing sizes.
     """
-    rank, world_size = collectives.rank(), collectives.world_size()
+    rank = collectives.rank()
     # Floating-point columns travel as their bits, not converted: all columns share one int64 collective.
     flat = [column.values.view(torch.int64).reshape(-1) for column in columns.values()]
     widths = [math.prod(column.values.shape[1:]) for column in columns.values()]
     for name, column in columns.items():
         assert len(column.values) == column.counts[rank], (name, len(column.values), column.counts[rank])
-    # sizes[r][c]: numbers of rank r in column c.
-    sizes = [
-        [column.counts[of] * width for column, width in zip(columns.values(), widths, strict=True)]
-        for of in range(world_size)
-    ]
-    per_rank = [sum(one) for one in sizes]
-    gathered = collectives.all_gather_rows(to_device(torch.cat(flat), device), per_rank)
-    pieces = [torch.split(chunk, sizes[of]) for of, chunk in enumerate(torch.split(gathered, per_rank))]
-    return {
-        name: torch.cat([piece[number] for piece in pieces])
-        .view(column.values.dtype)
-        .reshape(-1, *column.values.shape[1:])
-        for number, (name, column) in enumerate(columns.items())
-    }
+    # sizes[r, c]: numbers of rank r in column c.
+    counts = torch.tensor([column.counts for column in columns.values()], dtype=torch.int64)
+    sizes = (counts * torch.tensor(widths)[:, None]).T
+    per_rank = sizes.sum(1)
+    gathered = collectives.all_gather_rows(to_device(torch.cat(flat), device), per_rank.tolist())
+    # starts[r, c]: where the numbers of rank r in column c begin. No loop over ranks: there may be a thousand.
+    starts = (per_rank.cumsum(0) - per_rank)[:, None] + sizes.cumsum(1) - sizes
+    found = {}
+    for number, (name, column) in enumerate(columns.items()):
+        size = sizes[:, number]
+        total = int(size.sum())
+        shift = starts[:, number] - (size.cumsum(0) - size)
+        places = torch.arange(total, device=device) + torch.repeat_interleave(
+            to_device(shift, device), to_device(size, device), output_size=total
+        )
+        found[name] = gathered[places].view(column.values.dtype).reshape(-1, *column.values.shape[1:])
+    return found

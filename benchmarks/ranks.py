@@ -1,0 +1,181 @@
+"""python -m benchmarks.ranks: what one rank of many does in a step besides computing, with the tables of W ranks.
+
+Other ranks do not exist: the collectives return what they would, with this rank's numbers in place of theirs. Measured
+are the stages whose work grows with W: drawing the global batch, agreeing, gathering the rows' integers, and laying out
+the candidates. Forward, backward and the scores are computing, and are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.scale import write_data
+from vembed.config.loading import resolve_run
+from vembed.config.schema import TrainConfig
+from vembed.data.batches import BatchSchedule
+from vembed.data.features import Featuriser
+from vembed.data.feeding import Feeder
+from vembed.data.rank_batch import RankBatchStream
+from vembed.data.sources import open_examples
+from vembed.distributed import collectives
+from vembed.distributed.session import start_session
+from vembed.families.decisions import describe
+from vembed.losses import infonce
+from vembed.losses.build import build_loss
+from vembed.models.embedding_model import build_model
+from vembed.tools.demo import demo_model
+from vembed.training import step
+from vembed.training.budget import Budget
+from vembed.training.frozen import InputSource
+from vembed.training.gathered_columns import Column, gather_columns
+from vembed.training.shortage import MemoryGuard
+from vembed.training.step import ContrastiveStep
+
+T = TypeVar("T")
+WORLD_SIZES = (8, 64, 1024)
+ROWS = 16
+"""Rows of each rank."""
+REPEATS = 3
+
+
+class Integers(TorchDispatchMode):
+    """Largest number of bytes in one tensor of integers: the tables that grow with the number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(one, Tensor) and one.dtype in (torch.int64, torch.int32):
+                self.largest = max(self.largest, one.numel() * one.element_size())
+        return result
+
+
+@contextmanager
+def as_one_of(world_size: int, seconds: dict[str, float]) -> Iterator[None]:
+    """Let this process be the middle one of so many, and add up the seconds of each stage."""
+
+    def timed(name: str, original: Callable[..., T]) -> Callable[..., T]:
+        def call(*args: Any, **options: Any) -> T:
+            start = time.perf_counter()
+            try:
+                return original(*args, **options)
+            finally:
+                seconds[name] += time.perf_counter() - start
+
+        return call
+
+    def gathered_ints(values: Sequence[int]) -> list[list[int]]:
+        return [list(values) for _ in range(world_size)]
+
+    def gathered_rows(rows: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        return rows.detach().repeat(world_size, *(1 for _ in rows.shape[1:]))
+
+    def own_rows(rows: Tensor, counts: Sequence[int]) -> Tensor:
+        return rows[: counts[0]] * world_size
+
+    def distinct(columns: dict[str, Column], device: torch.device) -> dict[str, Tensor]:
+        """Let other ranks' rows be other examples, with inputs and contents of their own."""
+        found, own = gather_columns(columns, device), world_size // 2
+        for name, one in list(found.items()):
+            rank = torch.arange(world_size).repeat_interleave(torch.tensor(columns[name].counts))
+            if name in ("query", "positive", "negative"):
+                found[name] = one + (rank - own) * columns["content"].counts[0]
+            else:
+                found[name] = one + rank * (1_000_003 if name == "content" else ROWS * world_size)
+        return found
+
+    fakes: dict[str, Any] = {
+        "world_size": lambda: world_size,
+        "rank": lambda: world_size // 2,
+        "all_gather_ints": gathered_ints,
+        "all_gather_rows": gathered_rows,
+        "reduce_scatter_rows": own_rows,
+        "max_ints": list,
+        "sum_ints": list,
+    }
+    with ExitStack() as stack:
+        for name, fake in fakes.items():
+            stack.enter_context(mock.patch.object(collectives, name, fake))
+        for name in ("agree", "gather"):
+            stack.enter_context(mock.patch.object(ContrastiveStep, name, timed(name, getattr(ContrastiveStep, name))))
+        stack.enter_context(mock.patch.object(step, "gather_columns", distinct))
+        stack.enter_context(mock.patch.object(infonce, "find_candidates", timed("candidates", infonce.find_candidates)))
+        yield
+
+
+def measure(world_size: int, folder: Path, rows: int = ROWS, repeats: int = REPEATS) -> dict[str, float]:
+    """Return the median seconds of each stage, and the bytes of the largest table of integers."""
+    config = TrainConfig(
+        model_name=str(demo_model()), data_path=str(folder / "data.jsonl"), max_length=16, batch_size=rows
+    )
+    store = open_examples(config, str(config.data_path))
+    schedule = BatchSchedule([len(store)], rows * world_size, 0)
+    found: dict[str, list[float]] = defaultdict(list)
+    with start_session(resolve_run(config, env={})) as session:
+        description = describe(config)
+        model = session.prepare(build_model(config, description), description.layer_classes)
+        featuriser = Featuriser(description)
+        stream = RankBatchStream(store, schedule, featuriser, world_size // 2, world_size, 0)
+        session.world_size, session.rank = world_size, world_size // 2
+        source = InputSource(model, Feeder(featuriser, session.device), session)
+        budget = Budget(4096, None, 10**9, use_gradient_cache=False)
+        stages = ContrastiveStep(model, build_loss(config), source, session, budget, MemoryGuard(session), 0)
+        schedule.batch(0, 0)  # an epoch's permutation is drawn once
+        integers = Integers()
+        for repeat in range(repeats + 1):
+            seconds: dict[str, float] = defaultdict(float)
+            with as_one_of(world_size, seconds):
+                start = time.perf_counter()
+                batch = stream.rank_batch(repeat % schedule.steps_per_epoch)
+                seconds["batch"] = time.perf_counter() - start
+                if repeat == 0:  # the first one is a warm-up, and counts bytes
+                    with integers:
+                        stages.accumulate(batch, repeat, weight=1.0, last=True)
+                    continue
+                stages.accumulate(batch, repeat, weight=1.0, last=True)
+            for name, value in seconds.items():
+                found[name].append(value)
+        session.world_size, session.rank = 1, 0
+    return {**{name: statistics.median(values) for name, values in found.items()}, "bytes": float(integers.largest)}
+
+
+def main() -> None:
+    """Print a line for each number of ranks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=WORLD_SIZES)
+    arguments = parser.parse_args()
+    stages = {"batch": "drawing and reading", "agree": "agreeing", "gather": "gathering", "candidates": "candidates"}
+    print(f"| ranks | rows | {' | '.join(f'{one}, ms' for one in stages.values())} | together, ms | largest table |")
+    print("|---|---|" + "---|" * (len(stages) + 2))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_data(max(arguments.ranks) * arguments.rows, folder / "data.jsonl")
+        for world_size in arguments.ranks:
+            found = measure(world_size, folder, arguments.rows)
+            cells = " | ".join(f"{1000 * found[one]:.1f}" for one in stages)
+            total = 1000 * sum(found[one] for one in stages)
+            table = f"{found['bytes'] / 2**20:.2f} MiB"
+            print(
+                f"| {world_size:,d} | {world_size * arguments.rows:,d} | {cells} | {total:.1f} | {table} |", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()

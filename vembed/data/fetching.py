@@ -1,0 +1,135 @@
+"""Local copies of data that cannot be read from any place: packed files, and addresses such as s3://bucket/file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from vembed.data.cache import short_hash, stamp
+from vembed.errors import UserError
+from vembed.progress import ProgressReport
+
+log = logging.getLogger("vembed")
+
+CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+"""Endings of packed files, and pyarrow's names of their codecs."""
+PIECE = 4 * 2**20
+MOST = 2**30
+MOST_TIMES = 200
+"""A file that unpacks to more than MOST bytes and so many times its size is no text."""
+ROOM = "free some space, or set XDG_CACHE_HOME to a folder with more"
+
+
+def is_address(path: str) -> bool:
+    """Return whether a path is an address that fsspec opens, such as s3://bucket/file or memory://file."""
+    scheme, colon, _ = path.partition("://")
+    return bool(colon) and scheme.replace("+", "").isalnum()
+
+
+def unpacked_copy(path: Path, cache: Path) -> Path:
+    """Return a file without gzip, zstd or bzip2, in the cache folder; unpacked once for each version of it."""
+    name = path.with_suffix("").name
+    target = cache / "unpacked" / f"{short_hash(str(path.absolute()))}-{short_hash(stamp(path))}" / name
+    if target.exists():
+        return target
+    most = max(MOST, MOST_TIMES * path.stat().st_size)
+    title = f"unpacking {path}"
+    with _partial(target, str(path)) as partial, ProgressReport(title, say=log.info) as say:
+        try:
+            with pa.CompressedInputStream(pa.OSFile(str(path)), CODECS[path.suffix.lower()]) as source:
+                _copy(source, partial, say, str(path), most)
+        except (pa.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{path} cannot be unpacked as {CODECS[path.suffix.lower()]}: {reason}") from error
+    _remove_older(target)
+    return target
+
+
+def fetched_copies(address: str, cache: Path) -> list[tuple[str, Path]]:
+    """Return the addresses that an address (or a pattern with `*`) names, each with its copy in the cache folder."""
+    import fsspec  # takes a tenth of a second, which local files need not wait for
+
+    try:
+        files, place = fsspec.core.url_to_fs(address)
+        found = sorted(files.glob(place)) if _is_pattern(place) else [place]
+        if not found:
+            raise UserError(f"{address} names no file")
+        return [(files.unstrip_protocol(one), _fetched(files, one, cache)) for one in found]
+    except ImportError as error:
+        scheme = address.partition("://")[0]
+        raise UserError(f"{address} cannot be opened: {error} (a package for {scheme}:// is missing)") from error
+    except (OSError, ValueError) as error:
+        reason = str(error) or type(error).__name__
+        raise UserError(f"{address} cannot be read: {reason.splitlines()[0]}") from error
+
+
+def _fetched(files: Any, place: str, cache: Path) -> Path:
+    facts = files.info(place)
+    if facts["type"] != "file":
+        raise UserError(f"{files.unstrip_protocol(place)} is a folder: name its files, as in .../*.jsonl")
+    # What tells versions apart depends on the store: an entity tag, a time, or the size alone.
+    version = [str(facts.get(one)) for one in ("size", "ETag", "etag", "md5", "mtime", "LastModified", "created")]
+    address = files.unstrip_protocol(place)
+    target = cache / "fetched" / f"{short_hash(address)}-{short_hash(version)}" / Path(place).name
+    if not target.exists():
+        with (
+            _partial(target, address) as partial,
+            ProgressReport(f"fetching {address}", say=log.info) as say,
+            files.open(place, "rb") as source,
+        ):
+            _copy(source, partial, say, address, None)
+        _remove_older(target)
+    return target
+
+
+def is_pattern(path: str) -> bool:
+    """Return whether a path that does not exist is a pattern of several files."""
+    return _is_pattern(path)
+
+
+def _is_pattern(path: str) -> bool:
+    return any(one in path for one in "*?[")
+
+
+def _copy(source: Any, target: Path, say: Callable[[int, int | None], None], name: str, most: int | None) -> None:
+    done = 0
+    with target.open("wb") as file:
+        while piece := source.read(PIECE):
+            file.write(piece)
+            done += len(piece)
+            if most is not None and done > most:
+                raise UserError(f"{name} unpacks to more than {most:,d} bytes, which no texts do")
+            say(done, None)
+
+
+@contextmanager
+def _partial(target: Path, name: str) -> Iterator[Path]:
+    """Give a file beside the target, which becomes the target when the with-block ends well."""
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        partial.replace(target)
+    except OSError as error:
+        raise UserError(
+            f"{name} could not be copied into {target.parent} ({error.strerror or error}): {ROOM}"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _remove_older(target: Path) -> None:
+    """Remove the copies of earlier versions."""
+    folder = target.parent
+    for older in folder.parent.glob(f"{folder.name.partition('-')[0]}-*"):
+        if older != folder:
+            shutil.rmtree(older, ignore_errors=True)
