@@ -46,8 +46,16 @@ def test_flags_become_options(words: str, overrides: list[str]) -> None:
 @pytest.mark.promise("A10", "C20")
 def test_what_only_the_launcher_needs() -> None:
     words = "--config cfg.toml --machine-rank 1 --main-process-ip 10.0.0.1 --main_process_port 1234 --stage stage2"
+    words += " --run-id a"
     assert parse_train_arguments([*words.split(), "--dry-run"]) == TrainArguments(
-        "cfg.toml", (), "stage2", machine_rank=1, main_process_ip="10.0.0.1", main_process_port=1234, is_dry_run=True
+        "cfg.toml",
+        (),
+        "stage2",
+        machine_rank=1,
+        main_process_ip="10.0.0.1",
+        main_process_port=1234,
+        run_id="a",
+        is_dry_run=True,
     )
 
 

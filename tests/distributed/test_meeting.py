@@ -97,6 +97,13 @@ def all_meetings(folder: str) -> dict[str, str | None]:
     os.environ["VEMBED_RUN_ID"] = f"run-{rank}"
     said["run"] = sentence(1007, {})
     del os.environ["VEMBED_RUN_ID"]
+    if rank == 0:
+        os.environ["VEMBED_RUN_ID"] = "friday"
+    said["run given once"] = sentence(1009, {})
+    os.environ.pop("VEMBED_RUN_ID", None)
+    os.environ["VEMBED_LAUNCH_ID"] = f"launch-{rank}"
+    said["launch"] = sentence(1010, {})
+    del os.environ["VEMBED_LAUNCH_ID"]
     said["alike"] = sentence(1008, facts_of(run))
     STORE[0].add("done", 1)
     rendezvous.poll(Limit(1), lambda: STORE[0].add("done", 0) == 2)  # rank 0 keeps the store
@@ -144,6 +151,8 @@ def test_lists_of_options_name_options() -> None:
         ("version", "torch's version is "),
         ("job", "belong to different runs (SLURM_JOB_ID 0 and 1)"),
         ("run", "belong to different runs (VEMBED_RUN_ID run-0 and run-1)"),
+        ("run given once", "the run id is friday on rank 0 ("),
+        ("launch", "belong to different runs (VEMBED_LAUNCH_ID launch-0 and launch-1)"),
     ],
 )
 def test_files_versions_and_launches_are_compared(what: str, named: str, meetings: list[dict[str, str | None]]) -> None:

@@ -133,6 +133,19 @@ def test_a_halted_rank_is_named_and_not_the_one_that_noticed(tmp_path: Path) -> 
     assert "vembed: rank 1 is halted (SIGSTOP?), and rank 0 gave up waiting for it; ending the other 1" in err
 
 
+def test_a_rank_that_names_another_is_believed(tmp_path: Path) -> None:
+    script = (
+        "import os, time\nfrom pathlib import Path\nif os.environ['RANK'] == '1': time.sleep(60)\n"
+        "Path(os.environ['VEMBED_BLAME'], '0').write_text('rank 0 has waited 9 s for rank 1')\nos.abort()"
+    )
+    code, _, err = run(tmp_path, script)
+    assert code == 1
+    assert "vembed: rank 0 has waited 9 s for rank 1; rank 0 gave up waiting; ending the other 1" in err
+    script = script.replace("time.sleep(60)", "time.sleep(0.2); os.abort()")
+    _, _, err = run(tmp_path, script)
+    assert "vembed: rank 1 was killed by signal 6, SIGABRT" in err, "one that fails itself is the cause"
+
+
 def test_a_users_mistake_on_a_rank_is_exit_code_2_without_the_tracebacks_it_causes(tmp_path: Path) -> None:
     script = (
         "import os, sys, time\n"

@@ -36,9 +36,12 @@ def test_five_lines_then_steps_and_the_rest_in_the_log(vembed: Command, cfg: str
     assert "log: normal/training_log.txt" in lines
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 2 and all(len(line) <= 100 for line in steps)
+    evaluations = [line for line in lines if line.startswith("evaluation ")]
+    assert len(evaluations) == 2 and all(len(line) <= 100 and "; took " in line for line in evaluations)
     assert any(line.startswith("warning: 16 of the 16 queries of the validation data") for line in lines)
     assert "FSDP" not in done.out and "Rank 0" not in done.out
     log = Path("normal/training_log.txt").read_text()
+    assert all(" MAP@10 " in line for line in log.splitlines() if "INFO evaluation " in line), "all scores"
     assert "FSDP parameter summary:" in log and "Rank 0, CPU: " in log and "device: cpu, 1 process, " in log
 
 

@@ -30,6 +30,7 @@ LAUNCH_FLAGS = {
     "machine-rank": ("R", "Number of this machine, from 0."),
     "main-process-ip": ("ADDRESS", "Address of machine 0."),
     "main-process-port": ("PORT", "A free port of machine 0. Default: 29500, or any free one on a single machine."),
+    "run-id": ("WORD", "The same word on every machine: machines of another run are refused."),
     "accelerate-config": ("FILE|PRESET", "An Accelerate config, or the name of one that vembed brings."),
     "resume": ("[PATH]", "Go on from the newest checkpoint of output_dir, or from this one."),
     "resume-anyway": ("", "Resume although model, data, batch or seed have changed."),
@@ -58,6 +59,7 @@ class TrainArguments:
     machine_rank: int | None = None
     main_process_ip: str | None = None
     main_process_port: int | None = None
+    run_id: str | None = None
     is_dry_run: bool = False
     shows_all: bool = False
     """A dry run lists the options that have their default too."""
@@ -147,6 +149,7 @@ class _Parser:
             machine_rank=self._number("machine_rank"),
             main_process_ip=self.launch.get("main_process_ip"),
             main_process_port=self._number("main_process_port"),
+            run_id=self.launch.get("run_id"),
             is_dry_run=self.is_dry_run,
             shows_all=self.shows_all,
         )
@@ -167,7 +170,7 @@ class _Parser:
             self.overrides.append(pair)
         elif key == "config":
             self._take_config(value if has_value else self._value(word))
-        elif key in ("stage", "from", "until", "machine_rank", "main_process_ip", "main_process_port"):
+        elif key in ("stage", "from", "until", "machine_rank", "main_process_ip", "main_process_port", "run_id"):
             self.launch[key] = value if has_value else self._value(word)
         else:
             self.overrides.append(f"{key}={value if has_value else self._option_value(key, word)}")

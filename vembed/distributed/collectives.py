@@ -40,6 +40,11 @@ def collective_counts() -> dict[str, int]:
     return dict(_counts)
 
 
+def num_calls() -> int:
+    """Return the number of all these calls."""
+    return sum(list(_counts.values()))  # a copy: another thread may ask
+
+
 def reset_collective_counts() -> None:
     """Reset the counts."""
     _counts.clear()

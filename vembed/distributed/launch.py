@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -32,9 +33,13 @@ HOLD_SECONDS = 30.0
 JOIN_SECONDS = 2.0
 DEFAULT_PORT = 29500
 RUN_ID = "VEMBED_RUN_ID"
-"""Environment variable with the id of a run. Machine 0's launcher makes one; given on every machine, it is compared."""
+"""Environment variable with the id of a run, given on every machine (`--run-id`) and compared."""
+MADE_ID = "VEMBED_LAUNCH_ID"
+"""Environment variable with the id that machine 0's launcher makes for its own processes."""
 LAUNCHER = "VEMBED_LAUNCHER"
 """Environment variable with the process number of the launcher that started the processes of this machine."""
+BLAME = "VEMBED_BLAME"
+"""Environment variable with the folder in which each rank leaves the name of the rank that it waits for in vain."""
 TRACEBACK = "Traceback (most recent call last)"
 PR_SET_PDEATHSIG = 1
 GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -87,8 +92,9 @@ def rank_environments(
     # Each process would otherwise start one thread per core, and the processes would compete for the cores.
     shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes)))
     shared[LAUNCHER] = str(os.getpid())
+    shared.pop(MADE_ID, None)
     if machine_rank == 0:  # the processes of the other machines take it over from rank 0
-        shared.setdefault(RUN_ID, uuid.uuid4().hex[:12])
+        shared[MADE_ID] = uuid.uuid4().hex[:12]
     return [
         shared | {"RANK": str(machine_rank * num_processes + local), "LOCAL_RANK": str(local)}
         for local in range(num_processes)
@@ -115,7 +121,9 @@ class _Ranks:
         self.code = 0
         self.failed_at: float | None = None
         self.deadline: float | None = None
-        self.command, self.environments = command, environments
+        self.command = command
+        self.blame = tempfile.TemporaryDirectory(prefix="vembed-", ignore_cleanup_errors=True)
+        self.environments = [{**environment, BLAME: self.blame.name} for environment in environments]
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pumps: list[_Pump] = []
         self.all_started = False
@@ -147,6 +155,7 @@ class _Ranks:
                 pump.join(timeout=JOIN_SECONDS)
                 # After a UserError on one rank, the tracebacks of the others are only consequences.
                 pump.release(drop=self.code == 2)
+            self.blame.cleanup()
         if self.cause is not None:
             return self.code
         if self.stop_signal is not None and any(process.returncode for process in self.processes):
@@ -186,20 +195,29 @@ class _Ranks:
         return self.stop_signal is not None and -code in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def _report(self, failed: Sequence[tuple[int, int]]) -> None:
-        """Report the likely cause: a rank that was killed, else one with exit code 2, else the first."""
-        number, code = min(failed, key=lambda one: (one[1] >= 0, one[1] != 2, one[0]))
+        """Report the likely cause: a rank that was killed, else one with exit code 2, else the first that does not name
+        another."""
+        number, code = min(failed, key=lambda one: (one[1] >= 0, one[1] != 2, bool(self._blamed_by(one[0])), one[0]))
         for pump in self.pumps:
             if pump.number == number:
                 pump.join(timeout=JOIN_SECONDS)
                 pump.release()
-        halted = self._halted()
+        halted, blamed = self._halted(), self._blamed_by(number)
         if halted and code not in (2, -signal.SIGKILL):
             self._fail(f"rank {halted[0]} is halted (SIGSTOP?), and rank {number} gave up waiting for it", code=1)
+        elif blamed is not None and code not in (2, -signal.SIGKILL):
+            self._fail(f"{blamed}; rank {number} gave up waiting", code=1)
         elif code < 0:
             why = " (perhaps because memory ran out)" if -code == signal.SIGKILL else ""
             self._fail(f"rank {number} was killed by signal {-code}, {signal.Signals(-code).name}{why}", code=1)
         else:
             self._fail(f"rank {number} ended with exit code {code}", code=2 if code == 2 else 1)
+
+    def _blamed_by(self, number: int) -> str | None:
+        """Return the sentence in which a rank names the one that it waited for in vain."""
+        with suppress(OSError):
+            return Path(self.blame.name, str(number)).read_text(encoding="utf-8", errors="replace") or None
+        return None
 
     def _halted(self) -> list[int]:
         """Return the ranks that are stopped as by SIGSTOP: those that others wait for in vain."""

@@ -21,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from vembed.distributed import collectives
 from vembed.distributed.environment import RankInfo
-from vembed.distributed.launch import LAUNCHER, RUN_ID
+from vembed.distributed.launch import LAUNCHER, MADE_ID, RUN_ID
 from vembed.distributed.network import machine_name
 from vembed.distributed.rendezvous import POLL_SECONDS, Limit, Waiting, address, not_found, poll
 from vembed.errors import UserError
@@ -49,6 +49,11 @@ class Met:
     run_id: str
     machines: tuple[str, ...]
     """Machine of each rank."""
+
+
+def is_named() -> bool:
+    """Return whether this process was given an id of its run or job, by which another run's machine is told apart."""
+    return bool(_job().keys() - {MADE_ID})
 
 
 def new_run_id() -> str:
@@ -152,7 +157,7 @@ def _claim(store: Store, ranks: RankInfo) -> None:
 
 def _preside(store: Store, ranks: RankInfo, limit: Limit, hello: Mapping[str, Any], introduce: Introduction) -> Met:
     """Collect the records of all ranks, compare, and write the verdict. On rank 0."""
-    own_id = os.environ.get(RUN_ID) or new_run_id()
+    own_id = os.environ.get(RUN_ID) or os.environ.get(MADE_ID) or new_run_id()
     hellos: dict[int, Mapping[str, Any]] = {0: hello}
     records: dict[int, Mapping[str, Any]] = {}
     problem: str | None = None
@@ -162,7 +167,7 @@ def _preside(store: Store, ranks: RankInfo, limit: Limit, hello: Mapping[str, An
         for rank in range(1, ranks.world_size):
             if rank not in hellos and store.check([f"hello-{rank}"]):
                 hellos[rank] = _get(store, f"hello-{rank}")
-                problem = problem or _unlike(hellos, own_id)
+                problem = problem or _unlike(hellos)
         return problem is not None or len(hellos) == ranks.world_size
 
     def has_all_records() -> bool:
@@ -230,14 +235,20 @@ def _refusal(record: Mapping[str, Any], rank: int, hello: Mapping[str, Any]) -> 
     return str(record["error"]) if rank == 0 else f"{record['error']} (rank {rank}, {hello['host']})"
 
 
-def _unlike(hellos: Mapping[int, Mapping[str, Any]], run_id: str) -> str | None:
+def _unlike(hellos: Mapping[int, Mapping[str, Any]]) -> str | None:
     """Return what differs between the launches of the ranks that have come, or None."""
     told = difference({rank: (one["facts"], one["host"]) for rank, one in hellos.items()})
     if told is not None:
         return f"{told}: {_ADVICE}, and the same number of machines and processes"
-    own = {**hellos[0]["job"], RUN_ID: run_id}
+    own = hellos[0]["job"]
     for rank, one in hellos.items():
-        # An id that only one of the two was given says nothing, as the job of a shell on one machine.
+        given, found = own.get(RUN_ID), one["job"].get(RUN_ID)
+        if (given is None) != (found is None):
+            return (
+                f"the run id is {given or 'not given'} on rank 0 ({hellos[0]['host']}) and {found or 'not given'} on "
+                f"rank {rank} ({one['host']}): give the same --run-id (VEMBED_RUN_ID) on every machine, or on none"
+            )
+        # A job that only one of the two is in says nothing, as that of a shell on one machine.
         for name in own.keys() & one["job"].keys():
             if own[name] != one["job"][name]:
                 return (
@@ -265,8 +276,8 @@ def _host(ranks: RankInfo | None) -> str:
 
 def _job() -> dict[str, str]:
     """Return the ids of run and job that this process was given."""
-    names = (RUN_ID, *(name for name in JOB_IDS if name != "SLURM_JOB_ID" or "SLURM_HET_SIZE" not in os.environ))
-    return {name: value for name in names if (value := os.environ.get(name))}
+    jobs = [name for name in JOB_IDS if name != "SLURM_JOB_ID" or "SLURM_HET_SIZE" not in os.environ]
+    return {name: value for name in (RUN_ID, MADE_ID, *jobs) if (value := os.environ.get(name))}
 
 
 def counted(ranks: RankInfo, met: Met) -> RankInfo:

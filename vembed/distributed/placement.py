@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import psutil
 import torch
@@ -22,8 +22,11 @@ from vembed.distributed.hardware import Gpu
 from vembed.errors import UserError
 
 Precision = Literal["no", "bf16", "fp16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+CHECKPOINT = "checkpoint"
+"""Source of a decision that another machine would make in another way."""
 FITS_SHARE = 0.5
 """Weights, gradients and optimizer may take this share of the memory before `auto` shards them: the rest is for
 activations, gathered embeddings and the data."""
@@ -242,10 +245,11 @@ def place(
     measured: Callable[..., ModelSize] = measure,
     gpu: Gpu | None = None,
     instructions: str | None = None,
+    resumed: Precision | None = None,
 ) -> Placement:
     """Decide how a run is placed. The same on every rank for the same `memory` and `instructions`; `measured` gives the
     model's sizes. `gpu`: the device's facts, where it is not of this machine. `instructions`: for bfloat16, of the
-    CPUs of all processes."""
+    CPUs of all processes. `resumed`: the precision of the run that is resumed."""
     strategy, size, advice = _choose_strategy(run, ranks, memory, measured)
     fsdp = run.fsdp if strategy.value == "fsdp" else None
     placement = Placement(
@@ -260,6 +264,7 @@ def place(
             device,
             gpu,
             bf16_on_cpu=lambda: _bf16_on_cpu(run.config, instructions, sharded=fsdp is not None),
+            resumed=resumed,
         ),
         exchange=choose_exchange(run, ranks, memory, _rows(run, ranks)),
         recomputation=run.recomputation,
@@ -305,9 +310,11 @@ def choose_precision(
     device: torch.device,
     gpu: Gpu | None = None,
     bf16_on_cpu: Callable[[], tuple[bool, str]] = lambda: (False, "the CPU computes in the dtype of the weights"),
+    resumed: Precision | None = None,
 ) -> Decision[Precision]:
     """Return the precision of the arithmetic: what was asked for, or what the device allows. `bf16_on_cpu`: whether
-    bfloat16 pays on the CPU, and why."""
+    bfloat16 pays on the CPU, and why. `resumed`: the precision of the run that is resumed, which `auto` keeps where it
+    can."""
     if gpu is not None:
         has_bf16, name = gpu.has_bf16, gpu.name
     else:
@@ -319,12 +326,20 @@ def choose_precision(
         raise UserError(f"{asked.reason}, but {name} has no bfloat16: use fp16 or no.")
     if asked.value != "auto":
         return Decision(asked.value, asked.reason, asked.source)
+    chosen: Decision[Precision]
     if device.type == "cpu":
         pays, reason = bf16_on_cpu()
-        return Decision("bf16" if pays else "no", f"auto: {reason}")
-    if has_bf16:
-        return Decision("bf16", f"auto: {name} computes in bfloat16")
-    return Decision("no", f"auto: {name} has no bfloat16")
+        chosen = Decision("bf16" if pays else "no", f"auto: {reason}")
+    elif has_bf16:
+        chosen = Decision("bf16", f"auto: {name} computes in bfloat16")
+    else:
+        chosen = Decision("no", f"auto: {name} has no bfloat16")
+    if resumed is None or resumed == chosen.value:
+        return chosen
+    if resumed == "fp16" or (resumed == "bf16" and not has_bf16):
+        reason = f"{chosen.reason}; the run that is resumed computed in {resumed}, which does not go here"
+        return Decision(chosen.value, reason, CHECKPOINT)
+    return Decision(resumed, f"auto: kept from the run that is resumed; here it would be {chosen.value}", CHECKPOINT)
 
 
 def precision_of_use(

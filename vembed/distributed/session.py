@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -24,12 +25,13 @@ from vembed.distributed.batch_norms import share_batch_norms
 from vembed.distributed.devices import bf16_instructions, choose_device, enable_expandable_segments
 from vembed.distributed.environment import RankInfo, check_num_threads, read_rank_info
 from vembed.distributed.estimate import GIB
-from vembed.distributed.meeting import Introduction, counted, meet
+from vembed.distributed.heartbeat import Heartbeats
+from vembed.distributed.meeting import Introduction, counted, is_named, meet
 from vembed.distributed.memory import keep_freed_memory
 from vembed.distributed.network import default_interface, interface_to, is_loopback_by_name
-from vembed.distributed.placement import Placement, memory_of_a_process, place
+from vembed.distributed.placement import PRECISIONS, Placement, Precision, memory_of_a_process, place
 from vembed.distributed.rendezvous import Limit, connect, not_found
-from vembed.errors import Stopped, UserError
+from vembed.errors import RunError, Stopped, UserError
 from vembed.models.adapters import leave_casts_to_autocast
 
 log = logging.getLogger("vembed")
@@ -69,6 +71,7 @@ class Session:
         self.all_reduces_once = False
         """HYBRID_SHARD where gradients are reduced after every micro-batch: inside each machine only, and between the
         machines once per step."""
+        self.heartbeats = exits.heartbeats
         self._exits = exits
 
     @property
@@ -134,7 +137,10 @@ class Session:
         if isinstance(error, Exception) and self.world_size > 1:
             error.add_note(f"rank {self.rank} of {self.world_size}")
         failed = isinstance(error, Exception) and not isinstance(error, UserError | Stopped)
+        blamed = self.heartbeats.blamed(error) if failed and error is not None else None
         self._exits.leave(waits=not failed)
+        if blamed is not None:
+            raise RunError(blamed) from error
 
     def _choose_reduction(self, model: nn.Module) -> None:
         """Set `reduces_each_micro_batch`. Without a reduction, every rank holds unsharded gradients between
@@ -168,12 +174,14 @@ class _Exits:
     """Cleanup of a session: process group, Accelerate's state and environment."""
 
     def __init__(self) -> None:
+        self.heartbeats = Heartbeats(RankInfo())
         self.environment = {name: os.environ.get(name) for name in _CHANGED_VARIABLES}
         self.owns_group = not dist.is_initialized()  # Accelerate starts one too, for one process under torchrun
 
     def leave(self, *, waits: bool = True) -> None:
         """Destroy the group that this session started, and restore settings and environment. `waits`: for the work
         that is under way; after a failure its kernels may wait for another rank for ever, so that they are aborted."""
+        self.heartbeats.stop()
         if self.owns_group and dist.is_initialized():
             collectives.end_group(waits=waits)
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -189,10 +197,15 @@ _groups = itertools.count()
 """Number of process groups that this process has joined; equal on all processes of a launch."""
 
 
-def start_session(source: ResolvedRun | TrainConfig, introduce: Introduction = lambda _: {}) -> Session:
+def start_session(
+    source: ResolvedRun | TrainConfig,
+    introduce: Introduction = lambda _: {},
+    resumed: Callable[[], Precision | None] = lambda: None,
+) -> Session:
     """Join the other processes, place the run on them and their devices, and log each decision with its reason.
 
-    `introduce` gives what must be equal on all ranks. It is called before anything else is read.
+    `introduce` gives what must be equal on all ranks. It is called before anything else is read. `resumed` gives the
+    precision of the run that is resumed. It is called on rank 0.
     """
     run = resolve_run(source)
     exits = _Exits()
@@ -210,15 +223,20 @@ def start_session(source: ResolvedRun | TrainConfig, introduce: Introduction = l
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
             dist.set_debug_level_from_env()  # type: ignore[attr-defined]
         if rank_info.world_size > 1:
-            rank_info = _join(run, rank_info, device, introduce)
+            rank_info = _join(run, rank_info, device, introduce, exits)
         else:
             introduce(rank_info)
         # Machines may differ in memory and processor, and all ranks must decide the same: the least of all counts.
         instructions = bf16_instructions()
-        least, lacking = collectives.max_ints([-memory_of_a_process(rank_info, device), int(instructions is None)])
-        placement = place(run, rank_info, device, -least, instructions=None if lacking else instructions)
+        before = resumed() if rank_info.rank == 0 else None
+        known = (None, *PRECISIONS)
+        least, lacking, number = collectives.max_ints(
+            [-memory_of_a_process(rank_info, device), int(instructions is None), known.index(before)]
+        )
+        least_instructions = None if lacking else instructions
+        placement = place(run, rank_info, device, -least, instructions=least_instructions, resumed=known[number])
         if placement.fsdp is not None and rank_info.world_size == 1:
-            _join(run, rank_info, device, introduce)
+            _join(run, rank_info, device, introduce, exits)
         _log_environment(rank_info)
         _log_placement(placement)
         accelerator = _make_accelerator(placement)
@@ -240,7 +258,9 @@ def _log_placement(placement: Placement) -> None:
             log.info("%s", line)
 
 
-def _join(run: ResolvedRun, rank_info: RankInfo, device: torch.device, introduce: Introduction) -> RankInfo:
+def _join(
+    run: ResolvedRun, rank_info: RankInfo, device: torch.device, introduce: Introduction, exits: _Exits
+) -> RankInfo:
     """Start the process group unless there is one, and return the rank info with its processes per machine.
 
     With GPUs the group also gets a gloo backend for CPU tensors.
@@ -280,6 +300,9 @@ def _join(run: ResolvedRun, rank_info: RankInfo, device: torch.device, introduce
         rank_info.world_size, rank_info.local_world_size, backend, "GPUs" if device.type == "cuda" else "no GPU",
         minutes,
     )  # fmt: skip
+    if rank_info.world_size > 1:
+        exits.heartbeats = Heartbeats(rank_info)
+        exits.heartbeats.start(store)
     return rank_info
 
 
@@ -292,6 +315,11 @@ def _met(run: ResolvedRun, rank_info: RankInfo, introduce: Introduction) -> tupl
     launch = {"num_machines": run.machines.value, "WORLD_SIZE": rank_info.world_size}
     met = meet(store, rank_info, limit, launch, introduce)
     log.info("run id: %s", met.run_id)
+    if len(set(met.machines)) > 1 and not is_named():
+        log.info(
+            "run id: none was given (--run-id): another run's machine with the same settings, data and address would "
+            "be taken for one of this run"
+        )
     return store, counted(rank_info, met)
 
 

@@ -124,15 +124,19 @@ def metric_name(key: str) -> str:
     return NAMES.get(base, base) + at + cut
 
 
-def scores_line(when: str, scores: dict[str, float], before: dict[str, float], metric: str = "") -> str:
+def scores_line(
+    when: str, scores: dict[str, float], before: dict[str, float], metric: str = "", *, columns: int | None = None
+) -> str:
     """Return the main scores of one evaluation as a log line, each with its change since before training. `metric`:
-    one more metric to include."""
+    one more metric to include, the first. `columns`: leave out what does not fit."""
     keys = [key for key in dict.fromkeys((metric, *TABLE)) if key in scores]
     cells = []
     for key in keys:
         size, _, name = key.rpartition("/")
         cell = f"{metric_name(name)} {scores[key]:.4f}" + (f" at {size.removeprefix('dim')} dimensions" if size else "")
         cells.append(cell + (f" ({scores[key] - before[key]:+.4f})" if key in before else ""))
+    while columns is not None and len(cells) > 1 and len(f"evaluation {when}: {', '.join(cells)}") > columns:
+        del cells[-1]
     return f"evaluation {when}: {', '.join(cells)}"
 
 

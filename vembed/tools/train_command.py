@@ -20,7 +20,7 @@ from vembed.config.resolved import Decision, ResolvedRun
 from vembed.config.rules import batch_size_per_process
 from vembed.config.schema import TrainConfig
 from vembed.distributed.environment import GROUP, RankInfo, read_rank_info
-from vembed.distributed.launch import DEFAULT_PORT, num_visible_devices, rank_environments, run_ranks
+from vembed.distributed.launch import DEFAULT_PORT, RUN_ID, num_visible_devices, rank_environments, run_ranks
 from vembed.errors import UserError
 from vembed.training.resume import candidates, refuse_own_model
 
@@ -58,6 +58,8 @@ def run_train(
     launch, vembed itself) or if one process is all there is. `starts_processes=False`: without a requested number, a
     plain process stays single on any machine.
     """
+    given = {} if arguments.run_id is None else {RUN_ID: arguments.run_id}
+    env = {**env, **given}
     resolved = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage, env=env)
     config = resolved.config
     rank_info = _rank_info(arguments, resolved, env)
@@ -80,7 +82,7 @@ def run_train(
         refuse_own_model(config)
         candidates(config)  # refuses a folder with an earlier run before any process is started
     if rank_info is not None or launch.world_size == 1:
-        os.environ.update(launch.changes or {})
+        os.environ.update({**(launch.changes or {}), **given})
         code = _train_here(resolved)
     else:
         code = run_ranks(_command(arguments), _environments(launch, env))

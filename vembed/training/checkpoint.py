@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives
 from vembed.distributed.meeting import require_equal
+from vembed.distributed.placement import CHECKPOINT
 from vembed.distributed.session import Session
 from vembed.errors import RunError, UserError
 from vembed.saving.durability import way_out
@@ -146,6 +147,9 @@ class Checkpointer:
             saved = read_state(directory)
             self.config = keep_global_batch(self.config, saved, self.session.world_size)
             self.config = keep_decisions(self.config, saved["config"])
+            precision = self.session.placement.precision
+            if precision.source == CHECKPOINT:
+                log.info("mixed precision: %s", precision)
         return self.config
 
     def require_steps_left(self, directory: Path | None, total_steps: int) -> None:
@@ -396,6 +400,7 @@ class Checkpointer:
             "identity": self.identity,
             "optimizer": optimizer_kind(optimizer),
             "strategy": self.session.strategy,
+            "precision": self.session.mixed_precision,
             "world_size": self.session.world_size,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }

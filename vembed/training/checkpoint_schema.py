@@ -83,6 +83,7 @@ class StateSchema(BaseModel):
     identity: IdentitySchema
     optimizer: str
     strategy: str
+    precision: str | None = None
     world_size: Annotated[int, Field(ge=1)]
 
 

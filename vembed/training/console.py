@@ -4,12 +4,14 @@ file."""
 from __future__ import annotations
 
 import logging
+from copy import copy
 from pathlib import Path
 
 from rich.console import Console
 
 from vembed.config.schema import TrainConfig
 from vembed.distributed.parameters import num_parameters
+from vembed.report.record import scores_line
 from vembed.training.hooks import Hook, Run
 from vembed.training.outlets import ResilientStream
 
@@ -23,6 +25,10 @@ ALWAYS_SHOWN = frozenset({"checkpoint", "resume", "interrupts"})
 """Modules whose lines tell what happens to earlier results; shown during the set-up too."""
 ALWAYS_DETAIL = frozenset({"memory", "parameters", "sharding"})
 """Modules whose lines only the log file and `console: verbose` have."""
+SHORT = "short_form"
+"""Attribute of records with a shorter text for the console."""
+COLUMNS = 100
+"""Length of the lines on steps and evaluations on the console."""
 STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
 
 
@@ -42,6 +48,9 @@ class ConsoleHandler(logging.Handler):
         if not self._is_shown(record):
             return
         was_closed = self.stream.is_closed
+        if self.mode != "verbose" and SHORT in record.__dict__:
+            record = copy(record)
+            record.msg, record.args = record.__dict__[SHORT], ()
         line = self.format(record)
         if record.levelno >= logging.WARNING:
             line = f"{record.levelname.lower()}: {line}"
@@ -69,6 +78,12 @@ class SetupLines(Hook):
         for line in setup_lines(run):
             log.info("%s", line, extra=HEADLINE)
         log.info("log: %s", Path(run.config.output_dir, run.config.log_file), extra=TRAINING)
+
+
+def log_scores(when: str, scores: dict[str, float], before: dict[str, float], metric: str, ending: str) -> None:
+    """Log an evaluation: all main scores in the log file, and what fits into a line on the console."""
+    short = scores_line(when, scores, before, metric, columns=COLUMNS - len(ending)) + ending
+    log.info("%s%s", scores_line(when, scores, before, metric), ending, extra={SHORT: short})
 
 
 def setup_lines(run: Run) -> list[str]:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.schema import TrainConfig
+from vembed.distributed.placement import PRECISIONS, Precision
 from vembed.errors import UserError
 from vembed.saving.durability import write_durably
 from vembed.training.finished import FINAL, FinishedRun, finished_run
-from vembed.training.integrity import MANIFEST, list_checkpoints
+from vembed.training.integrity import MANIFEST, STATE, list_checkpoints
 
 log = logging.getLogger("vembed")
 
@@ -230,6 +231,26 @@ def keep_decisions(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig
     if "learning_rate" in kept and config.head_learning_rate is None:
         kept["head_learning_rate"] = saved["head_learning_rate"]
     return config.model_copy(update=kept)
+
+
+def precision_before(config: TrainConfig) -> Precision | None:
+    """Return the precision in which the run that is resumed has computed; None for a new run, or if it is unknown.
+
+    Read before the devices are chosen. What is wrong with a checkpoint is said later, where one is chosen.
+    """
+    if config.resume is False:
+        return None
+    try:
+        paths = candidates(config)
+    except UserError:
+        return None
+    for path in paths:
+        try:
+            found = json.loads((path / STATE).read_bytes()).get("precision")
+        except (OSError, ValueError, AttributeError):
+            continue
+        return next((one for one in PRECISIONS if one == found), None)
+    return None
 
 
 def trim_metrics(output_dir: Path, step: int, *, is_scored: bool = True) -> int:

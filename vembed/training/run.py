@@ -26,6 +26,7 @@ from vembed.training.interrupts import Interrupts
 from vembed.training.lock import OutputLock
 from vembed.training.logs import require_trackers, run_logging
 from vembed.training.publishing import open_hub, push_final
+from vembed.training.resume import precision_before
 from vembed.training.trainer import Runtime, Trainer, TrainResult
 
 log = logging.getLogger("vembed")
@@ -73,7 +74,7 @@ def train(
         lock,
         run_logging(settings, rank=launched_rank()) as outlets,
         Interrupts(settings) as interrupts,
-        start_session(resolved, introduce) as session,
+        start_session(resolved, introduce, lambda: precision_before(settings)) as session,
         Checkpointer(settings, session) as checkpointer,
     ):
         for line in resolved.translated:

@@ -16,7 +16,6 @@ from typing import Any
 from vembed.config.loading import save_config
 from vembed.config.schema import TrainConfig
 from vembed.data.rank_batch import RankBatch
-from vembed.distributed.meeting import require_equal
 from vembed.distributed.memory import fsdp_print_memory_usage
 from vembed.distributed.parameters import log_parameter_summary
 from vembed.distributed.session import Session
@@ -24,19 +23,18 @@ from vembed.errors import Stopped
 from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
 from vembed.progress import duration
-from vembed.report.record import scores_line
 from vembed.training.auxiliary_figures import AuxiliaryFigures
 from vembed.training.auxiliary_losses import AuxiliaryLosses
 from vembed.training.budget import find_budget
 from vembed.training.checkpoint import Checkpointer
 from vembed.training.configured import configured_hooks
-from vembed.training.console import SetupLines
+from vembed.training.console import SetupLines, log_scores
 from vembed.training.data_watch import DataWatch
 from vembed.training.diagnostics import Diagnostics, log_line
 from vembed.training.finish import check_embeddings, save_final
 from vembed.training.frozen import log_use
 from vembed.training.hooks import Evaluation, Hook, Hooks, StepReport
-from vembed.training.identity import identity_of
+from vembed.training.identity import identity_of, require_same_data
 from vembed.training.interrupts import EvaluationStopped, Interrupts
 from vembed.training.logs import Metrics, Outlets, ProgressBar
 from vembed.training.loop_state import LoopState
@@ -92,8 +90,9 @@ class Trainer:
         self.config = config = self.checkpointer.continued(resume_from)
         self.data = open_data(config, session)
         # Before the model is built, which may take minutes.
-        require_equal("the data's content", self.data.examples.fingerprint, "give every machine the same data_path")
-        self.checkpointer.check(resume_from, identity_of(config, self.data))
+        identity = identity_of(config, self.data)
+        require_same_data(identity, self.data)
+        self.checkpointer.check(resume_from, identity)
         self.checkpointer.require_steps_left(resume_from, self.data.total_steps)
         self.parts = parts = build_parts(config, self.data, session)
         self.rhythm = decide_rhythm(self.data, parts)
@@ -167,6 +166,7 @@ class Trainer:
         state, data = self.state, self.data
         group: list[RankBatch] = []
         while state.step < data.total_steps and not self.interrupts.ends_early:
+            self.session.heartbeats.step = state.step + 1
             if not group:  # otherwise the step is replayed after it ran out of memory
                 self._before_step()
                 with self.step.timer("data"):
@@ -247,7 +247,7 @@ class Trainer:
         metric = deciding_metric(config, data, scores)
         when = f"after step {state.step:,d}" if state.step else "before training"
         took = duration(self.clock.seconds() - began)
-        log.info("%s; took %s", scores_line(when, scores, state.before, metric), took)
+        log_scores(when, scores, state.before, metric, f"; took {took}")
         # The best step must be recoverable: it has a checkpoint, or it is the last one.
         is_kept = self.rhythm.save_steps is None or _is_due(state.step, self.rhythm.save_steps) or self._is_last()
         is_best = state.step > 0 and is_kept and (state.best is None or scores[metric] > state.best)

@@ -1,0 +1,96 @@
+"""Runs that are resumed, or joined, on a machine that differs in what no option says: its processor, its images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vembed
+from tests.data.pictures import write
+from tests.training.test_run import settings
+from vembed.config.resolved import Decision
+from vembed.data.examples import Example, ImageRef, Item
+from vembed.distributed import placement, session
+from vembed.distributed.placement import CHECKPOINT, choose_precision
+from vembed.evaluation.dataset import ScoredPairs
+from vembed.training.image_files import MOST_SAMPLED, of_evaluation, of_examples
+
+AUTO: Decision[Any] = Decision("auto", "auto")
+CPU = torch.device("cpu")
+
+
+def test_a_resumed_run_keeps_the_precision_that_auto_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = settings(tmp_path, save_steps=1, max_steps=1, val_data_path=None, eval_before=False)
+    with monkeypatch.context() as patched:  # a CPU with instructions for bfloat16
+        patched.setattr(session, "bf16_instructions", lambda: "amx_bf16")
+        patched.setattr(placement, "BF16_HIDDEN", 1)
+        vembed.train(options)
+    state = json.loads((tmp_path / "run" / "checkpoint-1" / "state.json").read_text())
+    assert state["precision"] == "bf16" and state["config"]["mixed_precision"] == "auto"
+    capsys.readouterr()
+    vembed.train({**options, "resume": True, "max_steps": 2})
+    out = capsys.readouterr().out
+    assert "mixed precision: bf16 (auto: kept from the run that is resumed; here it would be no)" in out
+    state = json.loads((tmp_path / "run" / "checkpoint-2" / "state.json").read_text())
+    assert state["precision"] == "bf16"
+
+
+def test_the_precision_of_a_resumed_run_on_other_devices() -> None:
+    assert choose_precision(AUTO, CPU, resumed="no") == choose_precision(AUTO, CPU)
+    kept = choose_precision(AUTO, CPU, bf16_on_cpu=lambda: (True, "fast"), resumed="no")
+    assert (kept.value, kept.source) == ("no", CHECKPOINT)
+    lost = choose_precision(AUTO, CPU, resumed="fp16")
+    assert (lost.value, lost.source) == ("no", CHECKPOINT)
+    assert "the run that is resumed computed in fp16, which does not go here" in lost.reason
+    asked: Decision[Any] = Decision("no", "mixed_precision: no", "cfg.yaml:3")
+    assert choose_precision(asked, CPU, resumed="bf16") == asked
+
+
+def examples(folder: Path, count: int = 3) -> list[Example]:
+    return [
+        Example(Item(text=str(one)), (Item(images=(ImageRef(path=str(folder / f"{one}.jpg")),)),))
+        for one in range(count)
+    ]
+
+
+def test_image_files_are_compared_by_content_and_not_by_name(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        for number in range(3):
+            write(tmp_path / name / f"{number}.jpg", seed=number)
+    before = of_examples(examples(tmp_path / "a"))
+    assert before is not None and before == of_examples(examples(tmp_path / "b"))
+    write(tmp_path / "b" / "1.jpg", seed=7)
+    assert of_examples(examples(tmp_path / "b")) != before
+    (tmp_path / "a" / "2.jpg").unlink()
+    assert of_examples(examples(tmp_path / "a")) != before
+    assert of_examples([Example(Item(text="a"), (Item(text="b"),))]) is None
+    assert of_evaluation(None) is None
+    pair = examples(tmp_path / "b")[0]
+    assert of_evaluation(ScoredPairs("pairs", (pair.query,), (pair.positives[0],), (1.0,))) is not None
+
+
+def test_of_many_images_and_of_large_ones_a_sample_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "large.jpg"
+    file.write_bytes(bytes(10**6))
+    one = [Example(Item(text="a"), (Item(images=(ImageRef(path=str(file)),)),))]
+    before = of_examples(one)
+    for place, is_seen in ((0, True), (200_000, False), (500_000, True), (999_999, True)):
+        content = bytearray(10**6)
+        content[place] = 1
+        file.write_bytes(content)
+        assert (of_examples(one) != before) is is_seen, place
+    looked: list[str | None] = []
+    many = examples(tmp_path, 3 * MOST_SAMPLED)
+
+    class Noting(list[Example]):
+        def __getitem__(self, index: Any) -> Any:
+            looked.append(None)
+            return super().__getitem__(index)
+
+    assert of_examples(Noting(many)) is not None and len(looked) == MOST_SAMPLED
