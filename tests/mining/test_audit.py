@@ -1,6 +1,7 @@
 """`vembed audit`: each finding on data that have it, the page, the JSON, and the data that are cleaned."""
 
 import json
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,8 +10,11 @@ from PIL import Image
 
 from tests.mining.data import documents, model, read_lines, write_lines
 from vembed import UserError, audit
+from vembed.config.loading import load_config
 from vembed.mining.minhash import near_pairs
+from vembed.start.data_page import as_html, sections
 from vembed.tools.mine_command import run_audit
+from vembed.training.datasets import open_sets
 
 LONG = "the quick way to sort a list of numbers in place without a copy of the list"
 
@@ -68,7 +72,25 @@ def test_findings_without_a_model(options):
     assert report["scripts"]["queries"] == {"LATIN": 1.0}
     page = Text(result.output_path.read_text())
     assert not page.foreign
-    assert "Rows that occur more than once" in " ".join(page.words)
+    text = " ".join(page.words)
+    assert "Rows that occur more than once" in text
+    assert text.index("Samples, without prompts and special tokens, since no model is named") < text.index("Findings")
+
+
+def test_the_page_begins_with_what_vembed_data_shows(options):
+    result, _ = run(options, model_name=model())
+    begin, _, rest = result.output_path.read_text().partition("<h2>Findings</h2>")
+    names = {"model_name": model(), "data_path": options["data_path"], "val_data_path": options["val_data_path"]}
+    config = load_config(names)
+    sets = open_sets(config, compares=True)
+    shown = sections(sets.examples, [], config)[1:]  # the first one is on what was read, in the words of each command
+    assert [one.title.partition(",")[0] for one in shown] == [
+        "repetitions", "negatives", "lengths in tokens", "samples",
+    ]  # fmt: skip
+    assert as_html(shown) in begin and rest
+    (overlap,) = sets.warnings[:1]
+    assert escape(f"warning: {overlap}") in begin
+    assert result.report["data"][0]["title"] == "what was read"
 
 
 def test_cleaned_data_have_none_of_it(options, tmp_path):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from vembed.data.examples import Example, Item
 from vembed.data.normal_form import normal_key
-from vembed.data.sources import ExampleStore
 
 NUM_EXAMPLES = 3
 MOST_COMPARED = 1_000_000
@@ -39,7 +39,15 @@ class Overlap:
         )
 
 
-def find_overlap(train: ExampleStore, pairs: Iterable[Pair]) -> list[Overlap]:
+class Examples(Protocol):
+    """Examples by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Example: ...
+
+
+def find_overlap(train: Examples, pairs: Iterable[Pair]) -> list[Overlap]:
     """Return the overlaps of training data with the (query, relevant document) pairs of validation data.
 
     Texts are equal if they differ in case, spaces and punctuation alone; images if their files are equal.
@@ -89,6 +97,6 @@ def shown(item: Item) -> str:
     return full if len(full) <= SHOWN else full[: SHOWN - 3] + "..."
 
 
-def _compared(train: ExampleStore) -> Iterator[Example]:
+def _compared(train: Examples) -> Iterator[Example]:
     step = -(-len(train) // MOST_COMPARED)
     return (train[index] for index in range(0, len(train), step))

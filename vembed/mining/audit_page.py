@@ -9,28 +9,31 @@ from typing import Any
 from vembed import __version__
 from vembed.mining.findings import Finding
 from vembed.report.page import STYLE
+from vembed.start.data_page import Section, as_html
 
 OWN_STYLE = """
 .finding { border-top: 1px solid var(--line); padding-top: 1.2rem; margin-top: 1.6rem; }
 .finding p { margin: .3rem 0 .7rem; max-width: 46rem; }
 .tag { padding: .1em .6em; border-radius: 1em; font-size: .8rem; font-weight: 600; border: 1px solid var(--line); }
+section li { margin: .25rem 0; overflow-wrap: anywhere; }
 .tag.error { color: var(--bad); border-color: var(--bad); } .tag.warning { background: var(--warn); }
 """
 ORDER = {"error": 0, "warning": 1, "note": 2}
 
 
-def render(name: str, report: Mapping[str, Any], findings: Sequence[Finding]) -> str:
-    """Return the page."""
+def render(name: str, report: Mapping[str, Any], page: Sequence[Section], findings: Sequence[Finding]) -> str:
+    """Return the page: first what `vembed data` shows (`page`), then the findings."""
     errors = sum(one.severity == "error" for one in findings)
     headline = f"{len(findings)} findings" + (f", {errors} of them errors" if errors else "")
     ordered = sorted(findings, key=lambda one: (ORDER[one.severity], -one.share))
     parts = [
         f'<header>\n<p class="eyebrow">vembed audit &middot; {escape(name)}</p>\n<h1>{headline}</h1>\n'
         f'<p class="lead">{escape(report["summary"])}</p>\n</header>',
+        as_html(page),
         _section("Findings", "".join(_finding(one) for one in ordered) or "<p>Nothing was found.</p>"),
-        _section("Sizes and lengths", _lengths(report["lengths"])),
+        _section("Words", _lengths(report["lengths"])),
         _section("Scripts", _shares(report["scripts"])),
-        _section("Sources", _sources(report["sources"])),
+        _section("Sources and the model", _sources(report["sources"])) if _has_scores(report["sources"]) else "",
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -82,6 +85,10 @@ def _sources(sources: Mapping[str, Mapping[str, float]]) -> str:
         for source, values in sources.items()
     ]
     return _table(["source", *(heads[name] for name in names)], rows)
+
+
+def _has_scores(sources: Mapping[str, Mapping[str, float]]) -> bool:
+    return any(values.keys() - {"rows"} for values in sources.values())
 
 
 def _section(title: str, body: str) -> str:

@@ -6,12 +6,13 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vembed.distributed.session import Session
 from vembed.errors import UserError
+from vembed.mining.audit_beginning import data_sections
 from vembed.mining.audit_contents import Checker, items_by_part, per_source
 from vembed.mining.audit_page import render
 from vembed.mining.audit_ranks import rank_findings
@@ -71,7 +72,9 @@ def audit(
             tell(f"{config.cleaned_path}: {num_cleaned:,d} of {len(inputs.rows):,d} rows")
         report = _report(config, inputs, data, findings, sources)
         if running.is_main:
-            page.write_text(render(report["name"], report, findings), encoding="utf-8")
+            beginning = data_sections(config, inputs, data, validation)
+            report["data"] = [asdict(one) for one in beginning]
+            page.write_text(render(report["name"], report, beginning, findings), encoding="utf-8")
             page.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         for one in findings:
             tell(f"{one.severity}: {one.title}: {one.count:,d} ({one.share:.1%})")

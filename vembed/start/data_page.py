@@ -1,11 +1,15 @@
-"""The data of a config on one page: samples as the model reads them, lengths, duplicates, overlap, columns not used."""
+"""The data of a config on one page: samples as the model reads them, lengths, duplicates, overlap, columns not used.
+
+`vembed data` prints it; the page of `vembed audit` begins with it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,18 +18,55 @@ from vembed.data.examples import Example, Item, Kind
 from vembed.data.features import Featuriser
 from vembed.data.normal_form import normal_key
 from vembed.data.overlap import shown
-from vembed.data.sources import ExampleStore
 from vembed.families.decisions import describe
 from vembed.families.description import ModelDescription
 from vembed.models.processors import load_tokenizer
 from vembed.start.values import local_model
-from vembed.training.datasets import Sets, open_sets
+from vembed.training.datasets import open_sets
 
 NUM_SAMPLES = 2
 MOST_READ = 20_000
 """Examples that are counted; of more, a sample spread over all."""
 MOST_MEASURED = 2_000
 SHOWN_LENGTH = 300
+SHORT = 100
+"""Columns up to which a part with one line stands on one line of the console."""
+
+Row = tuple[str, ...]
+
+
+class Examples(Protocol):
+    """Examples of one or several sources, by number."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the sources."""
+        ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of examples of each."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Example: ...
+
+    def source_of(self, index: int) -> int:
+        """Return the number of the source that an example comes from."""
+        ...
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page."""
+
+    title: str
+    lines: tuple[str, ...]
+    table: tuple[Row, ...] = ()
+    """Rows; the first has the heads."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """The same for programs, by name."""
 
 
 @dataclass(frozen=True)
@@ -37,86 +78,115 @@ class DataFacts:
 
 
 def data_page(config: TrainConfig) -> str:
-    """Return the page. Reads the data; of the model only its tokenizer, if it is on this machine."""
+    """Return the page as text. Reads the data; of the model only its tokenizer, if it is on this machine."""
     return data_facts(config).page
 
 
 def data_facts(config: TrainConfig) -> DataFacts:
     """Return the page and the figures on it."""
     sets = open_sets(config, compares=True)
-    description = describe(config) if local_model(config.model_name) is not None else None
-    lines = [*sets.examples.summary()]
+    read = [*sets.examples.summary()]
     if sets.evaluation is not None:
-        lines.append(f"validation: {sets.evaluation.summary()}")
-    lines += [f"warning: {one}" for one in sets.warnings]
-    examples = _spread(sets.examples, MOST_READ)
-    repetitions = _repetitions(examples)
-    lines += ["", *_repetition_lines(repetitions, len(examples), len(sets.examples)), *_negatives(examples)]
+        read.append(f"validation: {sets.evaluation.summary()}")
+    read += [f"warning: {one}" for one in sets.warnings]
+    page = sections(sets.examples, read, config)
     sizes = zip(sets.examples.names, sets.examples.sizes, strict=True)
     figures: dict[str, Any] = {
         "num_examples": len(sets.examples),
-        "num_counted": len(examples),
         "sources": [{"name": name, "num_examples": size} for name, size in sizes],
         "validation": None if sets.evaluation is None else sets.evaluation.summary(),
         "warnings": list(sets.warnings),
-        "repetitions": repetitions,
-        "negatives_per_example": dict(sorted(Counter(len(one.negatives) for one in examples).items())),
-        "lengths": None,
     }
-    if len(sets.examples.names) > 1:
-        lines += ["", *_side_by_side(sets.examples)]
-    if description is None:
-        lines += ["", f"samples and lengths: not shown, since {config.model_name} is not on this machine yet"]
-        return DataFacts("\n".join(lines) + "\n", figures)
-    featuriser = Featuriser(description)
-    lengths = _lengths(examples, featuriser, description)
-    figures |= {"lengths": lengths, "max_length": description.max_length}
-    lines += ["", *_length_lines(lengths, description), "", *_samples(sets, featuriser, description)]
-    return DataFacts("\n".join(lines) + "\n", figures)
+    for one in page:
+        figures |= one.figures
+    return DataFacts(as_text(page), figures)
 
 
-def _spread(store: ExampleStore, most: int) -> list[Example]:
-    step = -(-len(store) // most)
-    return [store[index] for index in range(0, len(store), step)]
+def sections(examples: Examples, read: Sequence[str], config: TrainConfig | None) -> list[Section]:
+    """Return the parts of the page. `read`: lines on what was read, left out and found in the validation data too.
+    `config`: names the model; None where there is none."""
+    some = [examples[index] for index in _spread(len(examples), MOST_READ)]
+    found = [Section("what was read", tuple(read)), _repetitions(some, len(examples)), _negatives(some)]
+    if len(examples.names) > 1:
+        found.append(Section("sources side by side", (), _side_by_side(examples)))
+    if config is not None and local_model(config.model_name) is not None:
+        description = describe(config)
+        featuriser = Featuriser(description)
+        return [*found, _lengths(some, featuriser, description), _samples(some, featuriser, description)]
+    why = "no model is named" if config is None else f"{config.model_name} is not on this machine yet"
+    return [*found, _words(some, why), _raw_samples(some, why)]
 
 
-def _repetitions(examples: Sequence[Example]) -> dict[str, dict[str, int]]:
-    """Return the different queries, positives and pairs, and their repetitions."""
+def as_text(page: Sequence[Section]) -> str:
+    """Return the page for a console."""
+    blocks = []
+    for one in page:
+        lines = [*one.lines, *_aligned(one.table)]
+        short = len(lines) == 1 and len(lines[0]) + len(one.title) < SHORT
+        blocks.append(f"{one.title}: {lines[0]}" if short else "\n  ".join([f"{one.title}:", *lines]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def as_html(page: Sequence[Section]) -> str:
+    """Return the page as sections of an HTML page in the look of the reports."""
+    return "\n".join(_html(one) for one in page)
+
+
+def _html(one: Section) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in one.lines)
+    rows = [[escape(cell) for cell in row] for row in one.table]
+    table = ""
+    if rows:
+        head = "".join(f"<th>{cell}</th>" for cell in rows[0])
+        body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows[1:])
+        table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    title = escape(one.title[0].upper() + one.title[1:])
+    return f"<section>\n<h2>{title}</h2>\n{items and f'<ul>{items}</ul>'}{table}\n</section>"
+
+
+def _aligned(table: Sequence[Row]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in table
+    ]
+
+
+def _spread(count: int, most: int) -> range:
+    return range(0, count, max(-(-count // most), 1))
+
+
+def _repetitions(examples: Sequence[Example], total: int) -> Section:
     queries = Counter(normal_key(one.query) for one in examples)
     positives = Counter(normal_key(item) for one in examples for item in one.positives)
     pairs = Counter((normal_key(one.query), normal_key(item)) for one in examples for item in one.positives)
     named: list[tuple[str, Counter[Any]]] = [("queries", queries), ("positives", positives), ("pairs", pairs)]
     found = {name: {"different": len(each), "repeated": sum(each.values()) - len(each)} for name, each in named}
     own = sum(normal_key(one.query) in {normal_key(item) for item in one.positives} for one in examples)
-    return {**found, "queries_that_are_their_positive": {"examples": own}}
-
-
-def _repetition_lines(counts: dict[str, dict[str, int]], num_counted: int, total: int) -> list[str]:
-    of = f" (of {num_counted:,d} examples spread over all {total:,d})" if num_counted < total else ""
-    lines = [f"repetitions{of}: case, spaces and punctuation do not count"]
-    for name in ("queries", "positives", "pairs"):
-        lines.append(f"  {name}: {counts[name]['different']:,d} different, {counts[name]['repeated']:,d} repetitions")
-    own = counts["queries_that_are_their_positive"]["examples"]
+    of = f" (of {len(examples):,d} examples spread over all {total:,d})" if len(examples) < total else ""
+    lines = [
+        f"{name}: {one['different']:,d} different, {one['repeated']:,d} repetitions" for name, one in found.items()
+    ]
     if own:
-        lines.append(f"  {own:,d} examples have their own query as a positive")
-    return lines
+        lines.append(f"{own:,d} examples have their own query as a positive")
+    figures = {
+        "num_counted": len(examples),
+        "repetitions": {**found, "queries_that_are_their_positive": {"examples": own}},
+    }
+    return Section(f"repetitions{of}, where case, spaces and punctuation do not count", tuple(lines), figures=figures)
 
 
-def _side_by_side(store: ExampleStore) -> list[str]:
+def _side_by_side(examples: Examples) -> tuple[Row, ...]:
     """Return a table with a column per source."""
-    step = -(-len(store) // MOST_READ)
-    groups: list[list[Example]] = [[] for _ in store.names]
-    for index in range(0, len(store), step):
-        groups[store.source_of(index)].append(store[index])
-    columns = [_column(*one) for one in zip(store.names, store.sizes, groups, strict=True)]
+    groups: list[list[Example]] = [[] for _ in examples.names]
+    for index in _spread(len(examples), MOST_READ):
+        groups[examples.source_of(index)].append(examples[index])
+    columns = [_column(*one) for one in zip(examples.names, examples.sizes, groups, strict=True)]
     heads = ("source", "examples", "repeated queries", "repeated positives", "negatives each", "query characters",
              "document characters")  # fmt: skip
-    widths = [max(map(len, column)) for column in columns]
-    left = max(map(len, heads))
-    return [
-        "  ".join([head.ljust(left), *(column[row].rjust(wide) for column, wide in zip(columns, widths, strict=True))])
-        for row, head in enumerate(heads)
-    ]
+    return tuple(zip(heads, *columns, strict=True))
 
 
 def _column(name: str, size: int, examples: Sequence[Example]) -> tuple[str, ...]:
@@ -135,33 +205,32 @@ def _column(name: str, size: int, examples: Sequence[Example]) -> tuple[str, ...
     )
 
 
-def _negatives(examples: Sequence[Example]) -> list[str]:
+def _negatives(examples: Sequence[Example]) -> Section:
     counts = Counter(len(one.negatives) for one in examples)
     if set(counts) == {0}:
-        return ["negatives: none given; the other documents of the batch serve (vembed mine finds hard ones)"]
-    given = ", ".join(f"{number}: {count:,d}" for number, count in sorted(counts.items())[:8])
+        lines = ["none given; the other documents of the batch serve (vembed mine finds hard ones)"]
+    else:
+        lines = [", ".join(f"{number} in {count:,d} examples" for number, count in sorted(counts.items())[:8])]
     wrong = sum(
         bool({normal_key(item) for item in one.negatives} & {normal_key(item) for item in one.positives})
         for one in examples
     )
-    lines = [f"negatives per example: {given}"]
     if wrong:
         lines.append(f"warning: {wrong:,d} examples have one of their positives among their negatives")
-    return lines
+    return Section("negatives", tuple(lines), figures={"negatives_per_example": dict(sorted(counts.items()))})
 
 
-def _lengths(
-    examples: Sequence[Example], featuriser: Featuriser, description: ModelDescription
-) -> dict[str, dict[str, int]]:
-    """Return the lengths of queries and documents in tokens; of images there are none."""
-    step = -(-len(examples) // MOST_MEASURED)
-    chosen = examples[::step]
-    kinds: list[tuple[str, list[tuple[Item, Kind]]]] = [
+def _kinds(examples: Sequence[Example]) -> list[tuple[str, list[tuple[Item, Kind]]]]:
+    chosen = [examples[index] for index in _spread(len(examples), MOST_MEASURED)]
+    return [
         ("queries", [(one.query, "query") for one in chosen]),
         ("documents", [(item, "document") for one in chosen for item in (*one.positives, *one.negatives)]),
     ]
+
+
+def _lengths(examples: Sequence[Example], featuriser: Featuriser, description: ModelDescription) -> Section:
     found = {}
-    for name, items in kinds:
+    for name, items in _kinds(examples):
         texts = [one for one in featuriser.features(items) if one.modality == "text"]
         if not texts:
             continue
@@ -172,34 +241,54 @@ def _lengths(
             "median": round(middle), "at_most_99_percent": round(most), "longest": int(lengths.max()),
             "fill_max_length": full, "measured": len(texts),
         }  # fmt: skip
-    return found
+    lines = [
+        f"{name}: median {one['median']:,d}, 99 % at most {one['at_most_99_percent']:,d}, longest {one['longest']:,d}; "
+        f"{one['fill_max_length']:,d} of {one['measured']:,d} fill max_length, and what is longer is cut there"
+        for name, one in found.items()
+    ]
+    title = f"lengths in tokens, with prompts and special tokens (at most {description.max_length:,d})"
+    return Section(title, tuple(lines), figures={"lengths": found, "max_length": description.max_length})
 
 
-def _length_lines(found: dict[str, dict[str, int]], description: ModelDescription) -> list[str]:
-    lines = [f"lengths in tokens, with prompts and special tokens (at most {description.max_length:,d}):"]
-    for name, one in found.items():
-        lines.append(
-            f"  {name}: median {one['median']:,d}, 99 % at most {one['at_most_99_percent']:,d}, longest "
-            f"{one['longest']:,d}; {one['fill_max_length']:,d} of {one['measured']:,d} fill max_length, and what is "
-            "longer is cut there"
-        )
-    return lines
+def _words(examples: Sequence[Example], why: str) -> Section:
+    lines = []
+    for name, items in _kinds(examples):
+        lengths = [len(item.text.split()) for item, _ in items if item.text is not None]
+        if lengths:
+            middle, most = np.quantile(lengths, [0.5, 0.99])
+            lines.append(f"{name}: median {middle:,.0f}, 99 % at most {most:,.0f}, longest {max(lengths):,d}")
+    return Section(f"lengths in words, not in tokens, since {why}", tuple(lines), figures={"lengths": None})
 
 
-def _samples(sets: Sets, featuriser: Featuriser, description: ModelDescription) -> list[str]:
+def _parts(example: Example) -> list[tuple[str, Item, Kind]]:
+    named: list[tuple[str, Item, Kind]] = [("query", example.query, "query")]
+    named += [("positive", item, "document") for item in example.positives[:1]]
+    return named + [("negative", item, "document") for item in example.negatives[:1]]
+
+
+def _samples(examples: Sequence[Example], featuriser: Featuriser, description: ModelDescription) -> Section:
     tokenizer: Any = load_tokenizer(description) if description.modalities[0] != "image" else None
-    lines = ["samples, as the model reads them:"]
-    for number in range(min(NUM_SAMPLES, len(sets.examples))):
-        example = sets.examples[number]
-        lines.append(f"  {example.where}")
-        named: list[tuple[str, Item, Kind]] = [("query", example.query, "query")]
-        named += [("positive", item, "document") for item in example.positives[:1]]
-        named += [("negative", item, "document") for item in example.negatives[:1]]
-        for name, item, kind in named:
+    lines = []
+    for example in examples[:NUM_SAMPLES]:
+        lines.append(example.where)
+        for name, item, kind in _parts(example):
             feature = featuriser.features([(item, kind)])[0]
             read = shown(item)
             if feature.token_ids is not None and tokenizer is not None:
                 read = tokenizer.decode(feature.token_ids, skip_special_tokens=False)
-            short = read if len(read) <= SHOWN_LENGTH else read[: SHOWN_LENGTH - 3] + "..."
-            lines.append(f"    {name} ({feature.length:,d} tokens): {short}")
-    return lines
+            lines.append(f"{name} ({feature.length:,d} tokens): {_short(read)}")
+    return Section("samples, as the model reads them", tuple(lines))
+
+
+def _raw_samples(examples: Sequence[Example], why: str) -> Section:
+    lines = []
+    for example in examples[:NUM_SAMPLES]:
+        lines.append(example.where)
+        lines += [
+            f"{name}: {_short(' '.join((item.text or shown(item)).split()))}" for name, item, _ in _parts(example)
+        ]
+    return Section(f"samples, without prompts and special tokens, since {why}", tuple(lines))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 3] + "..."
