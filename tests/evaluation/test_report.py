@@ -206,6 +206,12 @@ def test_long_runs_stay_small_and_are_smoothed(tmp_path):
     assert sum(loss.values) / len(loss.values) == pytest.approx(2, abs=0.01)
 
 
+def test_a_path_that_is_no_unicode_ends_no_report(tmp_path):
+    """As a path in Latin-1 looks under LANG=C."""
+    run = write_run(tmp_path / "run", LINES, SUMMARY, data_path="caf\udce9.jsonl")
+    assert "caf\\udce9.jsonl" in write_report(run).with_suffix(".md").read_text()
+
+
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     with pytest.raises(UserError, match=r"no config\.yaml"):
         write_report(tmp_path)

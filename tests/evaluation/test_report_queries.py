@@ -12,11 +12,17 @@ import pytest
 from PIL import Image
 
 import vembed
+from tests.data.pictures import encoded
 from tests.training.test_run import settings
+from vembed.data.examples import ImageRef, Item
+from vembed.evaluation.dataset import RetrievalData
+from vembed.evaluation.query_results import QueryResults
 from vembed.report.page import queries_html
 from vembed.report.query_changes import NO_DIFFERENCE, Changed, compare_queries, paired_intervals, path_of, read_queries
 from vembed.report.record import read_run
 from vembed.report.report import changed_table, curves
+from vembed.training.hooks import Evaluation
+from vembed.training.query_record import QueryRecord
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +114,25 @@ def test_images_are_shown_as_thumbnails(tmp_path: Path) -> None:
     lost = Changed(gone, [gone], 0.1, 0.9, [], [])
     table = changed_table([lost], has_pictures=True)
     assert table.pictures[0, 0] == () and table.rows[0][:3] == ("gone.png", "gone.png", "nothing")
+
+
+def test_images_that_the_data_hold_themselves_are_shown_too(tmp_path: Path) -> None:
+    """As Parquet files and datasets with an image column give them: bytes without a path."""
+    documents = [Item(images=(ImageRef(data=encoded("PNG", seed=seed)),)) for seed in range(3)]
+    queries = (Item(text="first"), Item(images=(ImageRef(data=encoded("PNG", seed=7)),)))
+    data = RetrievalData("val", queries, tuple(documents), ({0: 1}, {1: 1}))
+    record = QueryRecord()
+    record._data, record._output, record._best = data, tmp_path, None
+    for step, values, found in ((0, [[0.0], [1.0]], [[2], [1]]), (5, [[1.0], [0.0]], [[0], [2]])):
+        results = QueryResults(["ndcg@10"], np.array(values), np.array(found))
+        record.on_evaluation(Evaluation(step, 1.0, {"ndcg@10": 0.5}, "ndcg@10", False, results))
+    changes = compare_queries(tmp_path, 0, 5, "ndcg@10")
+    assert changes is not None
+    better, worse = (changed_table(one, has_pictures=True) for one in (changes.better, changes.worse))
+    assert better.rows[0][:4] == (
+        "first", "image of document 0", "image of document 2", "[relevant] image of document 0",
+    )  # fmt: skip
+    assert [len(better.pictures[0, column]) for column in range(4)] == [0, 1, 1, 1]
+    assert [len(worse.pictures[0, column]) for column in range(4)] == [1, 1, 1, 1]
+    content = read_queries(path_of(tmp_path, 0))
+    assert content is not None and content["pictures"] == {}, "only those of queries that changed"

@@ -18,6 +18,8 @@ NUM_FOUND = 3
 MOST_TEXTS = 2_000
 """Queries whose texts are kept; the metrics of all are."""
 TEXT_LENGTH = 300
+EMBEDDED = "image of "
+"""Beginning of the name of an image that the data hold themselves."""
 
 
 @dataclass
@@ -30,32 +32,39 @@ class QueryResults:
     found: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     """[queries, NUM_FOUND] indices of the first documents; -1: none."""
 
-    def write(self, path: Path, data: RetrievalData, metrics: Sequence[str]) -> None:
-        """Write the metrics of all queries and the texts of the first MOST_TEXTS ones."""
+    def content(self, data: RetrievalData, metrics: Sequence[str]) -> dict[str, Any]:
+        """Return the metrics of all queries and the texts of the first MOST_TEXTS ones, as JSON values."""
         chosen = [name for name in metrics if name in self.names]
         columns = [self.names.index(name) for name in chosen]
         texts = [
             {
-                "query": shown(data.queries[number]),
-                "relevant": [shown(data.documents[one]) for one in list(data.relevance[number])[:1]],
-                "found": [shown(data.documents[one]) for one in row if one >= 0],
+                "query": shown(data.queries[number], f"query {number}"),
+                "relevant": [shown(data.documents[one], f"document {one}") for one in list(data.relevance[number])[:1]],
+                "found": [shown(data.documents[one], f"document {one}") for one in row if one >= 0],
                 "is_relevant": [int(one) in data.relevance[number] for one in row if one >= 0],
             }
             for number, row in enumerate(self.found[:MOST_TEXTS])
         ]
-        content = {
-            "metrics": chosen,
-            "values": np.round(self.values[:, columns], 6).tolist(),
-            "queries": texts,
-        }
-        path.parent.mkdir(exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-        partial.replace(path)
+        return {"metrics": chosen, "values": np.round(self.values[:, columns], 6).tolist(), "queries": texts}
 
 
-def shown(item: Item) -> dict[str, Any]:
-    """Return text and image paths of an item, short enough for a report."""
+def write_content(path: Path, content: dict[str, Any]) -> None:
+    """Write the content as a whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    partial.replace(path)
+
+
+def named(data: RetrievalData, image: str) -> Item:
+    """Return the item of an embedded image, by its name in the content."""
+    kind, number = image.removeprefix(EMBEDDED).split()
+    return (data.queries if kind == "query" else data.documents)[int(number)]
+
+
+def shown(item: Item, name: str) -> dict[str, Any]:
+    """Return text and images of an item, short enough for a report: paths, or EMBEDDED and the item's name."""
     text = " ".join((item.text or "").split())
     short = text if len(text) <= TEXT_LENGTH else text[: TEXT_LENGTH - 3] + "..."
-    return {"text": short, "images": [image.path for image in item.images if image.path is not None]}
+    images = [image.path if image.path is not None else f"{EMBEDDED}{name}" for image in item.images]
+    return {"text": short, "images": images}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class Changed:
     found_before: Sequence[tuple[Mapping[str, Any], bool]]
     """First documents, each with whether it is relevant."""
     found_after: Sequence[tuple[Mapping[str, Any], bool]]
+    pictures: Mapping[str, str] = field(default_factory=dict)
+    """Thumbnails of images that the data hold themselves, by their names."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,14 @@ def compare_results(before: Mapping[str, Any], after: Mapping[str, Any], metric:
     order = np.argsort(change[:shown], kind="stable")
     column = after["metrics"].index(metric), before["metrics"].index(metric)
 
+    pictures = {**before.get("pictures", {}), **after.get("pictures", {})}
+
     def entry(number: int) -> Changed:
         one, other = before["queries"][number], after["queries"][number]
         return Changed(
             other["query"], other["relevant"], float(old[number, column[1]]), float(new[number, column[0]]),
             list(zip(one["found"], one["is_relevant"], strict=True)),
-            list(zip(other["found"], other["is_relevant"], strict=True)),
+            list(zip(other["found"], other["is_relevant"], strict=True)), pictures,
         )  # fmt: skip
 
     better = [entry(int(number)) for number in order[::-1][:NUM_SHOWN] if change[number] > 0]

@@ -15,6 +15,7 @@ from vembed.report.plots import Curve, curve_svg, dims_svg, evaluations_svg
 from vembed.report.query_changes import NO_DIFFERENCE, Changed, Comparison, Interval, compare_queries
 from vembed.report.record import TABLE, RunRecord, Table, metric_name, read_run, short_name
 from vembed.report.thumbnails import thumbnail
+from vembed.saving.durability import replace_text
 
 MEANINGS = {
     "ndcg": "how well the first {k} results are ordered; 1 if all relevant documents come first.",
@@ -40,7 +41,7 @@ def write_report(output_dir: str | Path) -> Path:
     path = record.folder / "report.html"
     found = comparison(record)
     for target, text in ((record.folder / "report.md", markdown(record, found)), (path, html(record, found))):
-        target.write_text(text, encoding="utf-8", errors="backslashreplace")
+        replace_text(target, text)
     return path
 
 
@@ -299,7 +300,7 @@ def changed_table(queries: Sequence[Changed], *, has_pictures: bool = False) -> 
         cells = ([one.query], one.relevant[:1], [item for item, _ in one.found_before[:1]],
                  [item for item, _ in one.found_after[:1]])  # fmt: skip
         for column, items in enumerate(cells if has_pictures else ()):
-            found = [thumbnail(path) for item in items for path in item["images"]]
+            found = [one.pictures.get(path) or thumbnail(path) for item in items for path in item["images"]]
             pictures[number, column] = tuple(address for address in found if address is not None)
         rows.append((
             _shown_items([one.query]), _shown_items(one.relevant), _first(one.found_before), _first(one.found_after),

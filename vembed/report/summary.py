@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from vembed.errors import UserError
+from vembed.saving.durability import replace_text
 
 SUMMARY_FILE = "run.json"
 REPORTED_PACKAGES = (
@@ -53,7 +54,7 @@ class RunSummary:
     def save(self, output_dir: str | Path) -> None:
         """Write run.json. Only the main process calls it."""
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
-        Path(output_dir, SUMMARY_FILE).write_text(text + "\n", encoding="utf-8")
+        replace_text(Path(output_dir, SUMMARY_FILE), text + "\n")
 
 
 def read_summary(output_dir: str | Path) -> RunSummary:

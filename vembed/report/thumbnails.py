@@ -18,10 +18,13 @@ QUALITY = 70
 @lru_cache(maxsize=256)
 def thumbnail(path: str) -> str | None:
     """Return the data address of an image file, or None if it cannot be read. Addresses are not fetched."""
-    if "://" in path:
-        return None
+    return None if "://" in path else thumbnail_of(ImageRef(path=path))
+
+
+def thumbnail_of(image: ImageRef) -> str | None:
+    """Return the data address of an image that is no address, or None if it cannot be read."""
     try:
-        picture = load_image(ImageRef(path=path))
+        picture = load_image(image)
     except UserError:  # the report of a run whose images have moved still shows their names
         return None
     picture.thumbnail((EDGE, EDGE))

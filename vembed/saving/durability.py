@@ -18,6 +18,17 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file as a whole or not at all: a full disk leaves the earlier one. What UTF-8 cannot hold (lone
+    surrogates, as in paths under LANG=C) is escaped."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        write_durably(partial, text.encode("utf-8", "backslashreplace"))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """Flush a file's content, or a folder's directory entries, to disk. Some file systems cannot flush folders."""
     try:

@@ -44,8 +44,7 @@ def save_final(config: TrainConfig, session: Session, data: RunData, parts: RunM
         kept = [path.name for _, path in list_checkpoints(Path(config.output_dir))]
         what = f"resume from {kept[-1]}" if kept else "train again (save_steps would have kept checkpoints)"
         raise RunError(
-            f"final/ and the report could not be written ({error}): {way_out(str(error), Path(config.output_dir))} "
-            f"and {what}"
+            f"final/ could not be written ({error}): {way_out(str(error), Path(config.output_dir))} and {what}"
         ) from error
 
 
@@ -134,12 +133,24 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
         warnings=[*data.warnings, *_warnings(state)],
     )
     if session.is_main:
-        summary.save(output)
-        write_report(output)
         log.info("model: %s", directory)
-        log.info("report: %s", output / "report.html")
+        _report(output, summary)
     session.barrier()
     return directory
+
+
+def _report(output: Path, summary: RunSummary) -> None:
+    from vembed.report.report import write_report  # imports matplotlib, so it is not done before the first step
+
+    try:
+        summary.save(output)
+        write_report(output)
+    except OSError as error:
+        raise RunError(
+            f"the model is in {output / 'final'}, but its report could not be written ({error}): "
+            f"{way_out(str(error), output)}, then `vembed report {output}`"
+        ) from error
+    log.info("report: %s", output / "report.html")
 
 
 def _warnings(state: LoopState) -> list[str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from vembed.evaluation.dataset import RetrievalData
-from vembed.report.query_changes import FOLDER, path_of
+from vembed.evaluation.query_results import EMBEDDED, named, write_content
+from vembed.report.query_changes import FOLDER, compare_results, path_of, read_queries
 from vembed.report.record import TABLE
+from vembed.report.thumbnails import thumbnail_of
 from vembed.training.hooks import Evaluation, Hook, Run
 
 log = logging.getLogger("vembed")
@@ -34,9 +37,27 @@ class QueryRecord(Hook):
         kept = {path_of(self._output, step) for step in (0, self._best, evaluation.step) if step is not None}
         try:
             metrics = dict.fromkeys((evaluation.metric, *TABLE))
-            evaluation.queries.write(path_of(self._output, evaluation.step), self._data, list(metrics))
+            content = evaluation.queries.content(self._data, list(metrics))
+            content["pictures"] = self._pictures(content, evaluation.metric)
+            write_content(path_of(self._output, evaluation.step), content)
             for path in (self._output / FOLDER).glob("step-*.json"):
                 if path not in kept:
                     path.unlink()
         except OSError as error:
             log.warning("the results of the queries could not be written (%s); the report lacks them", error)
+
+    def _pictures(self, content: dict[str, Any], metric: str) -> dict[str, str]:
+        """Return thumbnails of the images that the data hold themselves, of the queries that changed most. The report
+        is written from the run's folder, where only images with paths can be read again."""
+        assert isinstance(self._data, RetrievalData)
+        before = read_queries(path_of(self._output, 0))
+        found = None if before is None else compare_results(before, content, metric)
+        pictures: dict[str, str] = {}
+        for one in (*found.better, *found.worse) if found is not None else ():
+            cells = (one.query, *one.relevant[:1], *(item for item, _ in (*one.found_before[:1], *one.found_after[:1])))
+            for name in (name for cell in cells for name in cell["images"] if name.startswith(EMBEDDED)):
+                image = next((one for one in named(self._data, name).images if one.data is not None), None)
+                address = None if image is None else thumbnail_of(image)
+                if address is not None:
+                    pictures[name] = address
+        return pictures
