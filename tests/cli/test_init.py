@@ -51,7 +51,9 @@ def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(vembed: Comm
 def test_columns_can_be_named(vembed: Command, faq: str) -> None:
     assert vembed("init", "--data", faq, "--query", "L\u00f6sung/Text", "--positive", "Kundenfrage (orig)").code == 0
     assert load_config("vembed.yaml").column_mapping == {"L\u00f6sung/Text": "query", "Kundenfrage (orig)": "positive"}
-    assert "GUESSED" not in Path("vembed.yaml").read_text(encoding="utf-8")
+    text = Path("vembed.yaml").read_text(encoding="utf-8")
+    assert "GUESSED" not in text
+    assert "is not on this machine; once it is, `vembed plan <this file>`" in text, "no model was named"
     assert vembed("init", "--data", faq, "--column-mapping", "{Kategorie: query}", "--force").code == 0
     assert (load_config("vembed.yaml").column_mapping or {})["Kategorie"] == "query"
     done = vembed("init", "--data", faq, "--query", "Kundenfrage", "--force")

@@ -59,9 +59,9 @@ def hours_line(placement: Placement, size: ModelSize, gpu: Gpu) -> str:
     work += f", {operations / 1e9:,.3g} GFLOP per token"
     speed = f"{USED_SHARE[in_half]:.0%} of the {peak:g} TFLOPS of {gpu.name}'s data sheet"
     return (
-        f"hours: about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)}). This is an estimate, often off by a "
-        f"factor of two: {work}, at {speed} ({'16 bits' if in_half else 'float32'}), on {world} GPU(s); without "
-        "evaluations and loading"
+        f"hours: about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)}). This is an estimate from a table of "
+        f"data sheets with an assumed 35-60 % of the peak, often off by a factor of two: {work}, at {speed} "
+        f"({'16 bits' if in_half else 'float32'}), on {world} GPU(s); without evaluations and loading"
     )
 
 

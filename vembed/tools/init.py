@@ -113,6 +113,11 @@ def starter(
         from vembed.tools.init_memory import memory_lines  # imported late: torch takes seconds
 
         lines += memory_lines("\n".join(lines))
+    else:
+        lines += [
+            "",
+            f"# Memory: not planned, since {name} is not on this machine; once it is, `vembed plan <this file>`",
+        ]
     return "\n".join(lines) + "\n"
 
 
