@@ -16,8 +16,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,29 @@ KEY_BIAS_TOLERANCE = 2e-4
 
 @dataclass
 class Story:
-    """What was done to the run, for the summary."""
+    """What was done to the run so far, kept in the folder: a story may be told in several sittings."""
 
+    seed: int
+    num_rounds: int
+    """Rounds that are done."""
     faults: Counter[str] = field(default_factory=Counter)
-    starts: list[str] = field(default_factory=list)
+    starts: Counter[str] = field(default_factory=Counter)
+    """Strategies and numbers of processes."""
+    is_equal: bool = False
+    """True when the run has been finished and compared."""
+
+    @classmethod
+    def of(cls, folder: Path, seed: int) -> Story:
+        """Return the story of a folder, or a new one."""
+        path = folder / "story.json"
+        if not path.exists():
+            return cls(seed, 0)
+        values = json.loads(path.read_text())
+        return cls(**values | {name: Counter(values[name]) for name in ("faults", "starts")})
+
+    def write(self, folder: Path) -> None:
+        """Keep the story in the folder."""
+        (folder / "story.json").write_text(json.dumps(vars(self)))
 
 
 def main(words: list[str] | None = None) -> None:
@@ -55,49 +75,74 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=50, help="how often the run is broken")
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--folder", type=Path, help="keep the runs here, and go on with them in another sitting")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after so long")
+    parser.add_argument("--forked", action="store_true", help="fork all processes from one that has imported torch")
     arguments = parser.parse_args(words)
-    print(f"chaos: {arguments.rounds} rounds, seed {arguments.seed}")
-    with tempfile.TemporaryDirectory(prefix="vembed-chaos-") as folder:
-        chaos(Path(folder), arguments.rounds, random.Random(arguments.seed))
+    until = time.monotonic() + arguments.seconds
+    with tempfile.TemporaryDirectory(prefix="vembed-chaos-") as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        chaos(folder, arguments.rounds, arguments.seed, is_forked=arguments.forked, until=until)
 
 
-def chaos(folder: Path, rounds: int, draw: random.Random, *, is_forked: bool = False) -> Story:
-    """Break a run `rounds` times in `folder`, then compare it with the unbroken one; asserts that they are equal.
+def chaos(folder: Path, rounds: int, seed: int, *, is_forked: bool = False, until: float = float("inf")) -> Story:
+    """Break a run `rounds` times in `folder`, then compare it with the unbroken one; asserts that they are equal. After
+    `until` it returns; another call goes on.
 
     `is_forked`: its processes are forked from the tests' server, which saves the time of their imports.
     """
-
-    def start(*arguments: Any, **options: Any) -> Process:
-        return start_run(*arguments, **options, is_forked=is_forked)
-
-    config = write_run(folder, num_steps=STEPS_PER_ROUND * (rounds + 1))
+    start = partial(start_run, is_forked=is_forked)
+    story = Story.of(folder, seed)
+    print(f"chaos: {rounds} rounds, seed {story.seed}, {story.num_rounds} of them done")
     whole, broken = folder / "whole", folder / "broken"
-    finish(start(config, whole, 1, "ddp"))
-    story = Story()
-    for number in range(rounds):
-        nproc, strategy, fault = draw.choice([1, 2, 3]), draw.choice(["ddp", "fsdp"]), FAULTS[number % len(FAULTS)]
-        story.starts.append(f"{strategy}-{nproc} {fault}")
-        process = start(config, broken, nproc, strategy, has_small_disk=fault == "disk")
-        wait_for_steps(process, broken, last_step(broken) + draw.randint(0, STEPS_PER_ROUND))
-        if fault == "evaluation":
-            wait_for_evaluation(process, broken)
-        else:
-            time.sleep(draw.random() * 0.2)
-        hurt(process, fault, draw, story)
-        assert_nobody_left(broken)
-        newest = max(broken.glob("checkpoint-*[0-9]"), key=step_of, default=None)
-        if newest is not None and number % 5 == 4:
-            victim = draw.choice(sorted(path for path in newest.iterdir() if path.stat().st_size))
-            os.truncate(victim, draw.randrange(victim.stat().st_size))
-            story.faults["damaged checkpoint"] += 1
-        print(f"round {number + 1}: {story.starts[-1]}, step {last_step(broken)}, {exit_of(process)}", flush=True)
-    process = start(config, broken, 1, "ddp")
-    wait_for_final(process, broken)
-    hurt(process, "kill all", draw, story, as_what="final")
+    config = folder / "run.yaml"
+    if not config.exists():
+        write_run(folder, num_steps=STEPS_PER_ROUND * (rounds + 1))
+    while story.num_rounds < rounds:
+        if time.monotonic() > until:
+            return story
+        one_round(start, config, broken, random.Random(f"{story.seed} {story.num_rounds}"), story)
+        story.write(folder)
+    if time.monotonic() > until:
+        return story
+    if not (whole / "run.json").exists():
+        finish(start(config, whole, 1, "ddp"))
+    if "final" not in story.faults:
+        process = start(config, broken, 1, "ddp")
+        wait_for_final(process, broken)
+        hurt(process, "kill all", random.Random(story.seed), story, as_what="final")
+        story.write(folder)
     finish(start(config, broken, 2, "ddp"))
     compare(whole, broken)
-    print("equal after: " + ", ".join(f"{count} x {name}" for name, count in sorted(story.faults.items())))
+    story.is_equal = True
+    story.write(folder)
+    for what, counts in (("faults", story.faults), ("starts", story.starts)):
+        print(f"{what}: " + ", ".join(f"{count} x {name}" for name, count in sorted(counts.items())))
     return story
+
+
+def one_round(start: Callable[..., Process], config: Path, broken: Path, draw: random.Random, story: Story) -> None:
+    """Start the run, let it take some steps, and break it; every fifth time damage its newest checkpoint."""
+    number = story.num_rounds
+    nproc, strategy, fault = draw.choice([1, 2, 3]), draw.choice(["ddp", "fsdp"]), FAULTS[number % len(FAULTS)]
+    process = start(config, broken, nproc, strategy, has_small_disk=fault == "disk")
+    wait_for_steps(process, broken, last_step(broken) + draw.randint(0, STEPS_PER_ROUND))
+    if fault == "evaluation":
+        wait_for_evaluation(process, broken)
+    else:
+        time.sleep(draw.random() * 0.2)
+    hurt(process, fault, draw, story)
+    assert_nobody_left(broken)
+    newest = max(broken.glob("checkpoint-*[0-9]"), key=step_of, default=None)
+    if newest is not None and number % 5 == 4:
+        victim = draw.choice(sorted(path for path in newest.iterdir() if path.stat().st_size))
+        os.truncate(victim, draw.randrange(victim.stat().st_size))
+        story.faults["damaged checkpoint"] += 1
+    story.num_rounds += 1
+    story.starts[f"{strategy} on {nproc}"] += 1
+    did = f"{strategy} on {nproc}, {fault}, step {last_step(broken)}, {exit_of(process)}"
+    print(f"round {story.num_rounds}: {did}", flush=True)
 
 
 def write_run(folder: Path, num_steps: int) -> Path:
