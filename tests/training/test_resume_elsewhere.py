@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +13,15 @@ import torch
 
 import vembed
 from tests.data.pictures import write
+from tests.harness import run_ranks
 from tests.training.test_run import settings
 from vembed.config.resolved import Decision
 from vembed.data.examples import Example, ImageRef, Item
 from vembed.distributed import placement, session
 from vembed.distributed.placement import CHECKPOINT, choose_precision
+from vembed.errors import UserError
 from vembed.evaluation.dataset import ScoredPairs
+from vembed.training.identity import require_same_data
 from vembed.training.image_files import MOST_SAMPLED, of_evaluation, of_examples
 
 AUTO: Decision[Any] = Decision("auto", "auto")
@@ -73,6 +78,30 @@ def test_image_files_are_compared_by_content_and_not_by_name(tmp_path: Path) -> 
     assert of_evaluation(None) is None
     pair = examples(tmp_path / "b")[0]
     assert of_evaluation(ScoredPairs("pairs", (pair.query,), (pair.positives[0],), (1.0,))) is not None
+
+
+def on_two_machines(folder: str) -> str:
+    """Each rank has its own copy of the images; those of validation data are equal."""
+    own = examples(Path(folder) / "ab"[int(os.environ["RANK"])])
+    pair = examples(Path(folder) / "a")[0]
+    evaluation = ScoredPairs("pairs", (pair.query,), (pair.positives[0],), (1.0,))
+    data: Any = SimpleNamespace(examples=SimpleNamespace(fingerprint="same"), evaluation=evaluation)
+    try:
+        require_same_data({"image_files": of_examples(own)}, data)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_images_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        for number in range(3):
+            write(tmp_path / name / f"{number}.jpg", seed=number)
+    assert run_ranks(on_two_machines, 2, str(tmp_path)) == ["", ""]
+    write(tmp_path / "b" / "2.jpg", seed=7)
+    for said in run_ranks(on_two_machines, 2, str(tmp_path)):
+        assert "the content of the data's image files is " in said and " on rank 0 (" in said and " on rank 1 (" in said
+        assert said.endswith(": give every machine the same images")
 
 
 def test_of_many_images_and_of_large_ones_a_sample_is_read(tmp_path: Path) -> None:
