@@ -39,11 +39,14 @@ def test_a_resumed_run_keeps_the_precision_that_auto_chose(
     state = json.loads((tmp_path / "run" / "checkpoint-1" / "state.json").read_text())
     assert state["precision"] == "bf16" and state["config"]["mixed_precision"] == "auto"
     capsys.readouterr()
+    with pytest.raises(UserError, match="mixed_precision auto -> no"):
+        vembed.train({**options, "resume": True, "max_steps": 2, "mixed_precision": "no"})
     vembed.train({**options, "resume": True, "max_steps": 2})
     out = capsys.readouterr().out
     assert "mixed precision: bf16 (auto: kept from the run that is resumed; here it would be no)" in out
     state = json.loads((tmp_path / "run" / "checkpoint-2" / "state.json").read_text())
     assert state["precision"] == "bf16"
+    vembed.train({**options, "resume": True, "max_steps": 3, "mixed_precision": "bf16"})  # what `auto` came to
 
 
 def test_the_precision_of_a_resumed_run_on_other_devices() -> None:

@@ -21,6 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -391,7 +392,11 @@ class Checkpointer:
 
     def _differences(self, directory: Path) -> list[Difference]:
         saved = read_state(directory)
-        return compare_resume(saved["config"], self.config, saved["identity"], self.identity)
+        found = compare_resume(saved["config"], self.config, saved["identity"], self.identity)
+        if saved.get("precision") != self.session.mixed_precision:
+            return found
+        # `auto` and what it came to are the same.
+        return [replace(one, is_allowed=True) if one.name == "mixed_precision" else one for one in found]
 
     def _description(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {
