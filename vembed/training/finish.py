@@ -140,8 +140,6 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
 
 
 def _report(output: Path, summary: RunSummary) -> None:
-    from vembed.report.report import write_report  # imports matplotlib, so it is not done before the first step
-
     try:
         summary.save(output)
         write_report(output)
