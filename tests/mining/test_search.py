@@ -32,7 +32,7 @@ def found_by_sort(scores, k, excluded):
 @pytest.mark.parametrize("num_queries", [1, 5, 33])
 @pytest.mark.parametrize("num_documents", [3, 64, 257, 1000])
 @pytest.mark.parametrize("k", [1, 10, 70])
-@pytest.mark.parametrize("first", [1, 8192])
+@pytest.mark.parametrize("first", [1, 4096])
 def test_equal_to_a_sort(num_queries, num_documents, k, first, monkeypatch):
     monkeypatch.setattr(search, "QUERY_TILE", 16)
     monkeypatch.setattr(search, "DOCUMENT_TILE", 70)

@@ -16,9 +16,9 @@ QUERY_TILE = 1024
 """At most DOCUMENT_TILE x QUERY_TILE scores exist at once: 8 MiB, so that the calls beside the product are few."""
 BLOCK = 16
 """Documents whose highest score is compared with the threshold first; only blocks above it are looked at."""
-FIRST = 8192
+FIRST = 4096
 """Documents that are sorted tile by tile before the threshold decides: it is high enough then that few pass."""
-WAITING = 24
+WAITING = 48
 """Candidates per query that may wait before they are sorted in and the threshold rises."""
 GATHERED_QUERIES = 8192
 
