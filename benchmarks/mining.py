@@ -152,6 +152,22 @@ SIDES: dict[str, tuple[Any, dict[str, Any]]] = {
 TRAINED = ("vembed", "sentence-transformers", "sentence-transformers, relative_margin 0.05")
 
 
+def all_mined(one: Case, sides: list[str], kept: Path | None) -> dict[str, Mined]:
+    """Mine on all sides, or read what was mined before."""
+    if kept is not None and kept.is_file():
+        return {name: Mined(*found) for name, found in json.loads(kept.read_text(encoding="utf-8")).items()}
+    mined = {}
+    for name in sides:
+        mine, options = SIDES[name]
+        with tempfile.TemporaryDirectory() as folder:
+            mined[name] = mine(one, Path(folder), options)
+        print(f"{name}: mined in {mined[name].seconds:.1f} s", flush=True)
+    if kept is not None:
+        found = {name: [side.negatives, side.seconds] for name, side in mined.items()}
+        kept.write_text(json.dumps(found), encoding="utf-8")
+    return mined
+
+
 def measure(one: Case, mined: Mined, scores: dict[tuple[str, str], float]) -> dict[str, float]:
     """Share of the negatives that are hidden positives, of the hidden positives that were mined, and the mean score."""
     pairs = [
@@ -188,9 +204,9 @@ def all_scores(one: Case, sides: list[Mined]) -> dict[tuple[str, str], float]:
 
 
 def train_and_score(
-    one: Case, negatives: list[list[str]], val: list[Pair], folder: Path, seed: int, steps: int
+    one: Case, negatives: list[list[str]], val: list[Pair], folder: Path, seed: int, arguments: argparse.Namespace
 ) -> float:
-    """nDCG@10 on functions of other modules, after training on one side's negatives."""
+    """nDCG@10 on functions of other modules or other packages, after training on one side's negatives."""
     import vembed
 
     rows = [{**row, "negatives": own} for row, own in zip(one.rows, negatives, strict=True)]
@@ -200,8 +216,8 @@ def train_and_score(
         {
             "model_name": str(demo_model()), "data_path": str(folder / "train.jsonl"), "seed": seed,
             "val_data_path": str(folder / "val.jsonl"), "output_dir": str(folder / "run"), "batch_size": BATCH_SIZE,
-            "max_steps": steps, "max_length": MAX_LENGTH, "learning_rate": 3e-5, "report_to": "none",
-            "eval_before": False, "eval_steps": None, "save_steps": None, "console": "quiet",
+            "max_steps": arguments.steps, "max_length": arguments.train_length,
+            "eval_before": False, "eval_steps": None, "save_steps": None, "console": "quiet", "report_to": "none",
         }
     )  # fmt: skip
     return float(result.metrics["ndcg@10"])
@@ -219,26 +235,28 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2000, help="texts that are used")
     parser.add_argument("--seeds", type=int, default=0, help="train on each side's negatives with so many seeds")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--train-only", action="store_true", help="measure nothing but the training")
+    parser.add_argument("--train-length", type=int, default=MAX_LENGTH, help="longest text in training, in tokens")
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="who mines")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--mined", type=Path, help="file for what is mined; where it is there, nothing is mined again")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     texts, val = collection(arguments.collection, arguments.rows)
     one = case(texts, seed=0)
     print(f"{len(one.rows):,d} queries, {len(one.corpus):,d} documents, {len(one.hidden):,d} hidden positives")
-    mined = {}
-    for name, (mine, options) in SIDES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            mined[name] = mine(one, Path(folder), options)
-    scores = all_scores(one, list(mined.values()))
-    figures: dict[str, dict[str, Any]] = {name: measure(one, found, scores) for name, found in mined.items()}
-    if arguments.seeds:
-        sides = {name: mined[name].negatives for name in TRAINED} | {"no mining": [[] for _ in one.rows]}
+    mined = all_mined(one, arguments.sides, arguments.mined)
+    figures: dict[str, dict[str, Any]] = {}
+    if not arguments.train_only:
+        scores = all_scores(one, list(mined.values()))
+        figures = {name: measure(one, found, scores) for name, found in mined.items()}
+    sides = {name: mined[name].negatives for name in TRAINED if name in mined} | {"no mining": [[] for _ in one.rows]}
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         for name, negatives in sides.items():
-            found = []
-            for seed in range(arguments.seeds):
-                with tempfile.TemporaryDirectory() as folder:
-                    found.append(train_and_score(one, negatives, val, Path(folder), seed, arguments.steps))
-            figures.setdefault(name, {})["ndcg@10"] = found
-            print(name, found, flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                score = train_and_score(one, negatives, val, Path(folder), seed, arguments)
+            figures.setdefault(name, {}).setdefault("ndcg@10", []).append(score)
+            print(f"seed {seed}, {name}: ndcg@10 {score:.4f}", flush=True)
     for name, values in figures.items():
         print(name, json.dumps(values))
     if arguments.json:

@@ -22,6 +22,11 @@ def config(**values: Any) -> TrainConfig:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
+        ("loss: cosine\nmine: {every_epochs: 1}", "mine adds hard negatives, and loss: cosine reads none"),
+        ("loss: kl\nteacher: scores\nmine: {}", "mine adds negatives that have no scores in the data"),
+        ("mine: {top_k: 3}", "mine: top_k: 3 must be at least skip_first + num_negatives: 0 + 5"),
+        ("mine: {every_epochs: 0}", "mine: every_epochs must be greater than 0, but is 0"),
+        ("mine: {every_epoch: 1}", "mine: unknown key 'every_epoch', did you mean 'every_epochs'?"),
         ("batch_size: 8\nglobal_batch_size: 64", "batch_size: 8 (per process) and global_batch_size: 64"),
         ("warmup_ratio: 0.2\nwarmup_steps: 5", "warmup_ratio: 0.2 and warmup_steps: 5 are two ways"),
         ("warmup_steps: 50\nmax_steps: 10", "warmup_steps: 50 is more than max_steps: 10"),

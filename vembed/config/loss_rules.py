@@ -161,6 +161,25 @@ def _ring_losses(config: TrainConfig) -> Violation | None:
     )
 
 
+def _mined_negatives_are_read(config: TrainConfig) -> Violation | None:
+    if config.mine is None:
+        return None
+    terms = [term for _, term in run_terms(config)]
+    if not any("max_negatives" in READS[term.loss] for term in terms):
+        return Violation(
+            ("mine", "loss", "losses"),
+            f"mine adds hard negatives, and loss: {', '.join(losses_of(config))} reads none: use loss: infonce, or "
+            "leave mine out",
+        )
+    if any(followed_teacher(term) == SCORES for term in terms):
+        return Violation(
+            ("mine", "teacher"),
+            f"mine adds negatives that have no scores in the data, and teacher: {SCORES} follows these: name a model "
+            "as teacher, or leave mine out",
+        )
+    return None
+
+
 LOSS_RULES: tuple[Rule, ...] = (
     _triplet_has_negatives,
     _learned_temperature_in_range,
@@ -174,6 +193,7 @@ LOSS_RULES: tuple[Rule, ...] = (
     _angles_need_even_sizes,
     _mixtures_are_candidates,
     _ring_losses,
+    _mined_negatives_are_read,
 )
 
 

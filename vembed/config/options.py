@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from vembed.config.entries import DataSource, Form, Frozen, LossTerm, Teacher
+from vembed.config.negatives import EpochMining
 from vembed.config.schema import TrainConfig
 
 LARGEST = 2**63
@@ -89,8 +90,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_ENTRIES: dict[str, type[Frozen]] = {"losses": LossTerm, "teachers": Teacher}
-"""Models of the entries of options that are lists; `data_path` has DataSource."""
+_BLOCKS: dict[str, type[Frozen]] = {"mine": EpochMining}
+"""Models of options that hold options of their own."""
+_ENTRIES: dict[str, type[Frozen]] = {"losses": LossTerm, "teachers": Teacher, **_BLOCKS}
+"""The same, and models of the entries of options that are lists; `data_path` has DataSource."""
+_BLOCK_NAMES = frozenset(name for block in _BLOCKS.values() for name in block.model_fields)
 
 
 @cache
@@ -111,6 +115,8 @@ def _refusal(option: Option, value: Any, error: ValidationError) -> str:
             known = f"; an entry may have {', '.join(keys[:-1])} and {keys[-1]}"
             place = "".join(f", entry {part + 1}" for part in inside if isinstance(part, int))
             return f"{option.name}{place}: unknown key {key!r}" + (f", did you mean {near!r}?" if near else "") + known
+    if option.name in _BLOCKS and isinstance(value, Mapping):
+        return f"{option.name}: {_inside(error)}"
     if value is None:
         return f"{option.name} has no value; give {option.accepts}, or leave the line out for {shown(option.default)}"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -119,6 +125,15 @@ def _refusal(option: Option, value: Any, error: ValidationError) -> str:
     near = nearest(str(value), option.choices) if isinstance(value, str) else None
     hint = f"; did you mean {near!r}?" if near else ""
     return f"{option.name} must be {option.accepts}, but is {shown(value)}{hint}"
+
+
+def _inside(error: ValidationError) -> str:
+    """Return the first problem of an option that holds options: which one, what it must be, what it is."""
+    problem = error.errors()[0]
+    if problem["type"] == "value_error":
+        return problem["msg"].removeprefix("Value error, ")
+    name = ".".join(str(part) for part in problem["loc"] if isinstance(part, int) or part in _BLOCK_NAMES)
+    return f"{name} {problem['msg'].replace('Input should be', 'must be')}, but is {shown(problem['input'])}"
 
 
 def join_words(words: Sequence[str]) -> str:
