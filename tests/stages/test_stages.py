@@ -210,6 +210,8 @@ def test_a_plan_of_every_stage(place, capsys):
     assert run_process("plan", ["cfg.yaml"]) == 0
     told = capsys.readouterr().out
     assert told.index("==== broad") < told.index("==== sharp")
+    assert told.count("hours: about ") == 2
+    assert "of a matrix product here (cpu)" in told
     assert not Path("output").exists()
 
 

@@ -1,12 +1,15 @@
-"""Hours of a run on given GPUs, estimated from its tokens, its operations per token and the GPUs' data sheets."""
+"""Hours of a run, estimated from its tokens, its operations per token, and a GPU's data sheet or a matrix product here."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from vembed.config.entries import DataSource
 from vembed.config.rhythm import passes
@@ -14,7 +17,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.columns import Columns
 from vembed.distributed.estimate import ModelSize
 from vembed.distributed.hardware import Gpu
-from vembed.distributed.placement import Placement
+from vembed.distributed.placement import DTYPES, Placement
 from vembed.errors import UserError
 from vembed.families.decisions import describe
 from vembed.models.processors import load_tokenizer
@@ -24,6 +27,8 @@ from vembed.start.sample import read_sample
 USED_SHARE = {True: 0.35, False: 0.6}
 """Assumed share of the peak that training reaches: in 16 bits, and in float32."""
 SECONDS_PER_HOUR = 3600.0
+PRODUCT = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns of the matrices whose product is timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +42,39 @@ class DataSize:
     """Mean tokens of a text."""
 
 
-def hours_line(placement: Placement, size: ModelSize, gpu: Gpu) -> str:
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Arithmetic of one process."""
+
+    tflops: float | None
+    source: str
+    unit: str = "GPU"
+    basis: str = "a table of data sheets"
+
+
+def speed_of(placement: Placement, gpu: Gpu | None) -> Speed:
+    """Return the speed of a GPU by its data sheet; without one, that of a matrix product on the device."""
+    if gpu is not None:
+        return Speed(gpu.tflops(in_half=placement.computes_in_half), f"of {gpu.name}'s data sheet")
+    device = placement.device
+    # The processes of a machine without GPUs share its processor.
+    sharing = placement.ranks.local_world_size if device.type == "cpu" else 1
+    side = PRODUCT[device.type]
+    factor = torch.ones(side, side, dtype=DTYPES[placement.precision.value], device=device)
+    seconds = min(_product_seconds(factor) for _ in range(3))
+    return Speed(2.0 * side**3 / seconds / 1e12 / sharing, f"of a matrix product here ({device.type})", "process", "a test")
+
+
+def _product_seconds(factor: torch.Tensor) -> float:
+    began = time.perf_counter()
+    float((factor @ factor)[0, 0])  # reading a value waits for a GPU
+    return time.perf_counter() - began
+
+
+def hours_line(placement: Placement, size: ModelSize, speed: Speed) -> str:
     """Return the estimate in one line, with what it rests on; or why there is none."""
     config, in_half = placement.run.config, placement.computes_in_half
-    peak = gpu.tflops(in_half=in_half)
+    peak = speed.tflops
     if peak is None:
         return "hours: not estimated, since --memory names no GPU; --gpu 2xA100-80GB does"
     try:
@@ -57,11 +91,11 @@ def hours_line(placement: Placement, size: ModelSize, gpu: Gpu) -> str:
     seconds = tokens * operations / (peak * 1e12 * USED_SHARE[in_half] * world)
     work = f"{steps:,d} steps x {per_step:,d} examples x {data.tokens:,.0f} tokens"
     work += f", {operations / 1e9:,.3g} GFLOP per token"
-    speed = f"{USED_SHARE[in_half]:.0%} of the {peak:g} TFLOPS of {gpu.name}'s data sheet"
+    assumed = f"{USED_SHARE[in_half]:.0%} of the {peak:.4g} TFLOPS {speed.source}"
     return (
-        f"hours: about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)}). This is an estimate from a table of "
-        f"data sheets with an assumed 35-60 % of the peak, often off by a factor of two: {work}, at {speed} "
-        f"({'16 bits' if in_half else 'float32'}), on {world} GPU(s); without evaluations and loading"
+        f"hours: about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)}). This is an estimate from {speed.basis} "
+        f"with an assumed 35-60 % of the peak, often off by a factor of two: {work}, at {assumed} "
+        f"({'16 bits' if in_half else 'float32'}), on {world} {speed.unit}(s); without evaluations and loading"
     )
 
 

@@ -20,7 +20,7 @@ from vembed.distributed.exchange_choice import EXCHANGES
 from vembed.distributed.hardware import Hardware
 from vembed.distributed.placement import Placement, memory_of_a_process, place
 from vembed.models.adapters import wants_adapters
-from vembed.tools.hours import hours_line
+from vembed.tools.hours import hours_line, speed_of
 from vembed.tools.train_command import resolve_launch
 
 FITS = 0.9
@@ -71,8 +71,7 @@ def run_plan(
         "decisions": {name: str(decision) for name, decision in placement.decisions.items()}, "ways_out": ways,
     })  # fmt: skip
     console.print(largest_batch(placement, size))
-    if gpu is not None:
-        console.print(hours_line(placement, size, gpu))
+    console.print(hours_line(placement, size, speed_of(placement, gpu)))
     return 0 if fits else 1
 
 
