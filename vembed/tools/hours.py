@@ -1,4 +1,4 @@
-"""Hours of a run, estimated from its tokens, its operations per token, and a GPU's data sheet or a matrix product here."""
+"""Hours of a run, estimated from its tokens, its operations per token, and a GPU's data sheet or a product here."""
 
 from __future__ import annotations
 
