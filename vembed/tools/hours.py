@@ -62,7 +62,9 @@ def speed_of(placement: Placement, gpu: Gpu | None) -> Speed:
     side = PRODUCT[device.type]
     factor = torch.ones(side, side, dtype=DTYPES[placement.precision.value], device=device)
     seconds = min(_product_seconds(factor) for _ in range(3))
-    return Speed(2.0 * side**3 / seconds / 1e12 / sharing, f"of a matrix product here ({device.type})", "process", "a test")
+    return Speed(
+        2.0 * side**3 / seconds / 1e12 / sharing, f"of a matrix product here ({device.type})", "process", "a test"
+    )
 
 
 def _product_seconds(factor: torch.Tensor) -> float:
