@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 from tests.harness import forkserver
 
 PR_SET_PDEATHSIG = 1
-CODE = "-c"
-"""In place of a module's name: the first word is a program."""
+CODE, SCRIPT = "-c", "script"
+"""In place of a module's name: the first word is a program, or the path of one."""
 
 
 class Started:
@@ -82,12 +82,16 @@ def start(
 
 
 def command(
-    *words: str, module: str = "vembed", env: Mapping[str, str] | None = None, timeout: float = 100
+    *words: str,
+    module: str = "vembed",
+    folder: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 100,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m MODULE WORDS` in the current folder; return how it ended and what it said."""
-    with tempfile.TemporaryDirectory(prefix="vembed-command-") as folder:
-        out, err = (Path(folder, name) for name in ("stdout", "stderr"))
-        process = start(*words, module=module, stdout=out, stderr=err, env=env)
+    """As `start`, and wait; return how it ended and what it said."""
+    with tempfile.TemporaryDirectory(prefix="vembed-command-") as place:
+        out, err = (Path(place, name) for name in ("stdout", "stderr"))
+        process = start(*words, module=module, stdout=out, stderr=err, folder=folder, env=env)
         try:
             code = process.wait(timeout)
         except BaseException:
@@ -125,7 +129,7 @@ def _main(
 
 
 class _ForkingPopen(subprocess.Popen[Any]):
-    """`subprocess.Popen` that forks this process where the command is `python -m MODULE`: a rank, or a worker."""
+    """`subprocess.Popen` that forks this process where the command is Python's, as for a rank or a worker."""
 
     def _execute_child(  # type: ignore[override]
         self, args: Any, executable: Any, preexec_fn: Callable[[], None] | None, close_fds: bool, pass_fds: Any,
@@ -133,8 +137,8 @@ class _ForkingPopen(subprocess.Popen[Any]):
         p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *others: Any,
     ) -> None:  # fmt: skip
         *_, start_new_session, _ = others  # the last one is process_group
-        words = list(args) if not isinstance(args, str) else []
-        if words[:2] != [sys.executable, "-m"]:
+        words = [] if isinstance(args, str) else [one for one in map(os.fspath, args) if one != "-u"]
+        if words[:1] != [sys.executable]:
             super()._execute_child(  # type: ignore[misc]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
                 p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *others,
@@ -171,7 +175,12 @@ class _ForkingPopen(subprocess.Popen[Any]):
             os.environ.update(environment)
         _use_streams(*(own if pipe == -1 else pipe for own, pipe in enumerate(pipes)))
         os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        _run(words[2], words[3:])
+        flags = {"-m": words[2:], "-c": [CODE, *words[2:]]}
+        _run(*_first_and_rest(flags.get(words[1], [SCRIPT, *words[1:]])))
+
+
+def _first_and_rest(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    return words[0], words[1:]
 
 
 def _use_streams(*numbers: int) -> None:
@@ -193,6 +202,10 @@ def _run(module: str, words: Sequence[str]) -> NoReturn:
             if module == CODE:
                 sys.argv = [CODE, *words[1:]]
                 exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})
+            elif module == SCRIPT:
+                sys.argv = list(words)
+                sys.path.insert(0, str(Path(words[0]).resolve().parent))
+                runpy.run_path(words[0], run_name="__main__")
             else:
                 sys.argv = [module, *words]
                 runpy.run_module(module, run_name="__main__", alter_sys=True)

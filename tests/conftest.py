@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -11,12 +14,27 @@ from hypothesis import settings
 # Before torch is imported: processes with more threads than there are cores wait much longer than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+LONG = (
+    "config/test_effects.py", "families/test_learning.py", "models/test_sharded.py", "parity/test_families_parity.py",
+    "parity/test_parity.py", "acceptance/test_rows.py", "own/test_document.py", "own/test_own.py",
+    "stages/test_stages.py", "training/test_frozen_images.py", "training/test_frozen.py", "files/test_sharded.py",
+    "config/test_agreement.py", "distributed/test_session.py", "docs/test_recipes.py", "tuning/test_tune.py",
+    "stress/test_chaos.py", "training/test_checkpoint.py", "training/test_resume.py", "training/test_gathering.py",
+)  # fmt: skip
+"""Files that take longest, which several workers begin with: a long one at the end would leave the others idle."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let hypothesis draw the same examples on every machine, unless a seed or a longer search asks for others."""
+    """Let hypothesis draw the same examples on every machine, unless a seed or a longer search asks for others; let
+    the workers take the files in our order, and share the folder of tiny models."""
     searches = config.getoption("--hypothesis-seed") is not None or "VEMBED_FUZZ" in os.environ
     settings.register_profile("vembed", derandomize=not searches, database=None, deadline=None)
     settings.load_profile("vembed")
+    if config.pluginmanager.hasplugin("xdist"):
+        config.option.loadscopereorder = False
+    if "VEMBED_TINY_MODELS" not in os.environ:
+        folder = os.environ["VEMBED_TINY_MODELS"] = tempfile.mkdtemp(prefix="vembed-tiny-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,10 +43,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests whose mark names the row of --promise."""
+    """Keep the tests whose mark names the row of --promise, and begin with the long files."""
     row = config.getoption("--promise")
     if row is not None:
         items[:] = [one for one in items if any(row in mark.args for mark in one.iter_markers("promise"))]
+    places = {name: place for place, name in enumerate(LONG)}
+    root = config.rootpath / "tests"
+    items.sort(key=lambda one: places.get(one.path.relative_to(root).as_posix(), len(LONG)))
 
 
 def pytest_sessionstart() -> None:

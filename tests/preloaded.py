@@ -1,26 +1,29 @@
-"""Imports of the server from which `tests.harness` forks ranks and commands. Nothing else may run here."""
+"""Imports of the server from which `tests.harness` forks ranks and commands. No thread may be started here."""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 
+ARCHITECTURES = (
+    "bert", "clip", "convnext", "dinov2", "distilbert", "gemma3", "gpt2", "llama", "mistral", "modernbert", "mpnet",
+    "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_vl", "roberta", "siglip", "t5", "vit", "xlm_roberta",
+)  # fmt: skip
 MODULES = [
     "numpy.testing",
     "pytest",
     "scipy.stats",
-    "sklearn.utils",
     "torch._dynamo",
-    "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
     "torch.profiler",
     "transformers.models.auto.modeling_auto",
-    "transformers.models.bert.modeling_bert",
     "transformers.models.bert.tokenization_bert",
-    "transformers.models.clip.modeling_clip",
-    "transformers.models.qwen3.modeling_qwen3",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ARCHITECTURES),
     "accelerate",
+    "peft",
     "tests.tiny",
     "vembed.cli",
     "vembed.cli_support",
@@ -30,8 +33,11 @@ MODULES = [
     "vembed.training.run",
 ]
 
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which peft imports, and which misses a package of kernels
 for name in MODULES:
     importlib.import_module(name)
+logging.getLogger("bitsandbytes").setLevel(logging.NOTSET)
+importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("bert")  # fills its table
 os.environ.pop("PYTHONPATH", None)  # it is for this server alone
 # Objects that a collection of a forked process would only look at, and copy their pages by doing so.
 gc.collect()

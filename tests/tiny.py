@@ -1,16 +1,19 @@
 """Tiny models of every family, made from their configuration classes and saved to a folder with a small tokenizer.
 
-Each `tiny_*` takes the target folder and returns it; `shared(tiny_bert, ...)` makes one per test session and worker,
-for tests that only read. Weights are a pure function of the options, and drawn wide enough that texts differ.
+Each `tiny_*` takes the target folder and returns it; `shared(tiny_bert, ...)` makes one per test session, for
+tests that only read. Weights are a pure function of the options, and drawn wide enough that texts differ.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,10 @@ __all__ = ["CHAT_TEMPLATE", "MAX_POSITIONS", "WORDS", "shared", "texts"]
 
 @cache
 def _shared_root() -> Path:
+    """The folder of this session of tests, whose workers and ranks share it; outside of one, of this process."""
+    given = os.environ.get("VEMBED_TINY_MODELS")
+    if given is not None:
+        return Path(given)
     root = Path(tempfile.mkdtemp(prefix="vembed-tiny-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return root
@@ -45,8 +52,19 @@ def _shared_root() -> Path:
 
 @cache
 def shared(make: Callable[..., Path], *args: Any, **options: Any) -> Path:
-    """The folder that `make(folder, *args, **options)` filled, made once per process; nobody may write to it."""
-    return make(Path(tempfile.mkdtemp(prefix=make.__name__ + "-", dir=_shared_root())), *args, **options)
+    """The folder that `make(folder, *args, **options)` filled, made once per session; nobody may write to it."""
+    name = f"{make.__module__}.{make.__qualname__} {args} {sorted(options.items())}"
+    if " at 0x" in name or "<" in make.__qualname__:  # a name that other functions may have too
+        return make(Path(tempfile.mkdtemp(prefix="tiny-", dir=_shared_root())), *args, **options)
+    folder = _shared_root() / f"{make.__name__}-{hashlib.blake2b(name.encode(), digest_size=6).hexdigest()}"
+    if not folder.exists():
+        # Another process may be making it too: the first one to rename its folder wins.
+        own = Path(tempfile.mkdtemp(prefix=".making-", dir=_shared_root())) / folder.name
+        own.mkdir()
+        make(own, *args, **options)
+        with suppress(OSError):
+            own.rename(folder)
+    return folder
 
 
 def _save(directory: Path, tokenizer: PreTrainedTokenizerFast | None, make: Callable[[], PreTrainedModel]) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
+from tests.commands import command
 from tests.config.conftest import WriteConfig
 from vembed.config.accelerate_file import TOP_KEYS, preset_names, presets_folder, read_accelerate_file
 from vembed.config.loading import resolve_run
@@ -71,22 +72,9 @@ def test_accelerate_launch_counts_processes_by_itself(name: str, tmp_path: Path)
     script.write_text(
         'import os; os.write(1, f\'rank {os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}\\n\'.encode())\n'
     )
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(presets_folder() / f"{name}.yaml"),
-    ]
-    env = os.environ | {"ACCELERATE_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, "--main_process_port", "0", str(script)],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["--config_file", str(presets_folder() / f"{name}.yaml"), "--main_process_port", "0", str(script)]
+    env = {"ACCELERATE_LOG_LEVEL": "ERROR", "CUDA_VISIBLE_DEVICES": ""}
+    done = command(*words, module="accelerate.commands.launch", folder=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     assert lines == [f"rank {rank} of {len(lines)}" for rank in range(len(lines))]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import command
 from tests.harness import rank_outcomes
 from tests.tiny import shared, tiny_bert
 from vembed.tools import doctor, selftest
@@ -57,11 +58,12 @@ FACTS = [
 
 
 @pytest.mark.promise("A02", "A04", "A05", "A20", "A21", "B23", "D45")
-def test_facts_self_test_and_checklist_in_order(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_facts_self_test_and_checklist_in_order(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\nuse_fsdp: true\nbatch_size: 64\n")
-    assert doctor.run_doctor(str(config), 2) == 0
-    lines = iter(capfd.readouterr().out.splitlines())
+    done = command("doctor", str(config), "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    lines = iter(done.stdout.splitlines())
     for fact in FACTS:
         assert any(re.match(fact, line) for line in lines), fact
 

@@ -6,14 +6,13 @@ import logging
 import platform
 import re
 import resource
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 import torch
 
+from tests.commands import CODE, command
 from tests.distributed.steps import listen
 from tests.harness import run_ranks
 from vembed.distributed import collectives, memory
@@ -81,7 +80,7 @@ def test_ranks_wait_for_each_other_and_give_back_what_they_keep() -> None:
 @pytest.mark.promise("B10")
 def test_lines_reach_standard_output_where_nobody_logs() -> None:
     program = "import vembed; vembed.fsdp_empty_cache(); vembed.fsdp_print_memory_usage('start: ')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    done = command(program, module=CODE)
     first, second = done.stdout.splitlines()
     assert LINE.match(first.removeprefix("start: "))
     assert second.startswith("start: Total across 1 processes: RSS: ")

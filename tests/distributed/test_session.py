@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.commands import command
 from tests.distributed.steps import check_against_one_process, config_of, listen, sharded_step, whole_step
 from tests.harness import free_port, rank_outcomes, run_ranks
 from tests.tiny import shared, tiny_bert, tiny_dinov2
@@ -286,10 +285,8 @@ for number in range(3):
 
 def test_one_launch_holds_several_sessions(tmp_path: Path) -> None:
     (tmp_path / "sessions.py").write_text(SEVERAL_SESSIONS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "sessions.py")], capture_output=True, text=True, timeout=100, check=False
-    )
+    words = ["--standalone", "--nproc-per-node=2", str(tmp_path / "sessions.py")]
+    done = command(*words, module="torch.distributed.run")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("SUM 2.0") == 6
 

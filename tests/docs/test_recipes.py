@@ -15,6 +15,7 @@ import yaml
 
 import vembed
 from tests import tiny
+from tests.commands import SCRIPT, command
 from tests.docs.pages import ROOT
 from vembed.config.loading import load_config, resolve_run
 
@@ -81,8 +82,9 @@ def test_recipe_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["bert", "qwen3_8b_fsdp", "run_qwen3_8b_fsdp"])
 @pytest.mark.promise("D01", "D05")
 def test_script_says_what_it_would_launch(name: str, tmp_path: Path) -> None:
-    done = dry_run(EXAMPLES / f"{name}.sh", tmp_path)
-    assert "would run: " in done
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')\n")
+    done = dry_run(EXAMPLES / f"{name}.sh", tmp_path, PYTHONPATH=str(tmp_path))
+    assert "would run: " in done and "samples, without prompts" in done
     assert "epochs: 2.0  # command line" in done
 
 
@@ -97,8 +99,7 @@ def test_nothing_in_a_recipe_is_translated_or_without_effect(name: str) -> None:
 def test_the_script_in_python_runs_as_it_stands(tmp_path: Path) -> None:
     data = EXAMPLES / "data" / "train.jsonl"
     words = [str(tiny.shared(tiny.tiny_bert)), str(data), "max_steps=2", "batch_size=8", "report_to=none"]
-    command = [sys.executable, str(EXAMPLES / "train_api.py"), *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = command(str(EXAMPLES / "train_api.py"), *words, module=SCRIPT, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "nDCG@10: " in done.stdout
 
@@ -122,7 +123,13 @@ def dry_run(script: Path, folder: Path, *words: str, **variables: str) -> str:
     """What a script says with DRY_RUN=1."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": path} | variables
-    command = ["bash", str(script), *words, "epochs=2"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", str(script), *words, "epochs=2"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout

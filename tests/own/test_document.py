@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from tests.commands import command
 from tests.docs.pages import ROOT
 
 PACKAGE = ROOT / "examples" / "own_model"
@@ -103,8 +102,8 @@ def test_the_paths_of_the_latent() -> None:
 @pytest.mark.promise("E02", "E03")
 @pytest.mark.parametrize("target", ["train-free-fsdp", "train-baseline-fsdp"])
 def test_make_targets_start_two_processes_on_a_cpu(target: str) -> None:
-    command = ["make", "--no-print-directory", "-n", "-o", ".venv/.dev", target]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    words = ["make", "--no-print-directory", "-n", "-o", ".venv/.dev", target]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     words = done.stdout.split()
     assert any(word.endswith("/torchrun") for word in words) and "--use-fsdp" in words
     assert not torch.cuda.is_available() and "--nproc_per_node=2" in words
@@ -115,12 +114,12 @@ def test_make_targets_start_two_processes_on_a_cpu(target: str) -> None:
 @pytest.mark.promise("E04", "E05", "E38")
 def test_the_documents_command_trains(tmp_path: Path) -> None:
     """`torchrun ... examples/train_free.py --config configs/free_transformer.yaml --use-fsdp`, both stages."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "examples/train_free.py", "--config",
-        "configs/free_transformer.yaml", "--use-fsdp", "--output", str(tmp_path), "max_steps=3",
+    words = [
+        "--nproc_per_node=2", "examples/train_free.py", "--config", "configs/free_transformer.yaml", "--use-fsdp",
+        "--output", str(tmp_path), "max_steps=3",
     ]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=110, check=False)
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = command(*words, module="torch.distributed.run", folder=ROOT, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(re.findall(r"^Loss: \d+\.\d{4}$", done.stdout, re.MULTILINE)) == 6, "one line per step, from rank 0"
     log = (tmp_path / "pretrain" / "training_log.txt").read_text()

@@ -10,6 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from tests import tiny
+from tests.commands import command
 from vembed.cli import app
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
@@ -71,7 +72,9 @@ def test_a_search_that_fails_in_the_middle_goes_on(
 
 
 def test_two_processes_share_the_trials(config: Path, tmp_path: Path) -> None:
-    assert run_tune(Search(str(config), (), tmp_path / "tune", 6, ("learning_rate", "temperature")), nproc=2) == 0
+    flags = ["--trials", "6", "--output", str(tmp_path / "tune"), "--options", "learning_rate,temperature"]
+    done = command("tune", str(config), *flags, "--nproc", "2")
+    assert done.returncode == 0, done.stderr
     trials = json.loads((tmp_path / "tune" / "trials.json").read_text())
     assert len(trials) == 6
     assert all(set(one["options"]) == {"learning_rate", "temperature"} for one in trials)

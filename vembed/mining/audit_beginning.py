@@ -11,7 +11,8 @@ from vembed.mining.config import AuditConfig
 from vembed.mining.findings import Texts
 from vembed.mining.mining_run import Inputs
 from vembed.mining.record_tables import FileTable
-from vembed.start.data_page import Section, sections
+from vembed.start.data_page import sections
+from vembed.start.sections import Section
 
 
 class _Examples:

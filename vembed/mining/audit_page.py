@@ -9,7 +9,8 @@ from typing import Any
 from vembed import __version__
 from vembed.mining.findings import Finding
 from vembed.report.page import STYLE
-from vembed.start.data_page import Section, as_html
+from vembed.start.data_page import as_html
+from vembed.start.sections import Section
 
 OWN_STYLE = """
 .finding { border-top: 1px solid var(--line); padding-top: 1.2rem; margin-top: 1.6rem; }

@@ -6,33 +6,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any, Protocol
 
 import numpy as np
 
 from vembed.config.schema import TrainConfig
-from vembed.data.examples import Example, Item, Kind
-from vembed.data.features import Featuriser
+from vembed.data.examples import Example
 from vembed.data.normal_form import normal_key
 from vembed.data.overlap import shown
-from vembed.families.decisions import describe
-from vembed.families.description import ModelDescription
-from vembed.models.processors import load_tokenizer
+from vembed.start.sections import NUM_SAMPLES, Row, Section, kinds_of, parts_of, shortened, spread
 from vembed.start.values import local_model
 from vembed.training.datasets import open_sets
 
-NUM_SAMPLES = 2
 MOST_READ = 20_000
 """Examples that are counted; of more, a sample spread over all."""
-MOST_MEASURED = 2_000
-SHOWN_LENGTH = 300
 SHORT = 100
 """Columns up to which a part with one line stands on one line of the console."""
-
-Row = tuple[str, ...]
 
 
 class Examples(Protocol):
@@ -55,18 +47,6 @@ class Examples(Protocol):
     def source_of(self, index: int) -> int:
         """Return the number of the source that an example comes from."""
         ...
-
-
-@dataclass(frozen=True)
-class Section:
-    """One part of the page."""
-
-    title: str
-    lines: tuple[str, ...]
-    table: tuple[Row, ...] = ()
-    """Rows; the first has the heads."""
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    """The same for programs, by name."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +85,14 @@ def data_facts(config: TrainConfig) -> DataFacts:
 def sections(examples: Examples, read: Sequence[str], config: TrainConfig | None) -> list[Section]:
     """Return the parts of the page. `read`: lines on what was read, left out and found in the validation data too.
     `config`: names the model; None where there is none."""
-    some = [examples[index] for index in _spread(len(examples), MOST_READ)]
+    some = [examples[index] for index in spread(len(examples), MOST_READ)]
     found = [Section("what was read", tuple(read)), _repetitions(some, len(examples)), _negatives(some)]
     if len(examples.names) > 1:
         found.append(Section("sources side by side", (), _side_by_side(examples)))
     if config is not None and local_model(config.model_name) is not None:
-        description = describe(config)
-        featuriser = Featuriser(description)
-        return [*found, _lengths(some, featuriser, description), _samples(some, featuriser, description)]
+        from vembed.start.model_inputs import lengths_and_samples  # imports torch, which takes seconds
+
+        return [*found, *lengths_and_samples(config, some)]
     why = "no model is named" if config is None else f"{config.model_name} is not on this machine yet"
     return [*found, _words(some, why), _raw_samples(some, why)]
 
@@ -154,10 +134,6 @@ def _aligned(table: Sequence[Row]) -> list[str]:
     ]
 
 
-def _spread(count: int, most: int) -> range:
-    return range(0, count, max(-(-count // most), 1))
-
-
 def _repetitions(examples: Sequence[Example], total: int) -> Section:
     queries = Counter(normal_key(one.query) for one in examples)
     positives = Counter(normal_key(item) for one in examples for item in one.positives)
@@ -181,7 +157,7 @@ def _repetitions(examples: Sequence[Example], total: int) -> Section:
 def _side_by_side(examples: Examples) -> tuple[Row, ...]:
     """Return a table with a column per source."""
     groups: list[list[Example]] = [[] for _ in examples.names]
-    for index in _spread(len(examples), MOST_READ):
+    for index in spread(len(examples), MOST_READ):
         groups[examples.source_of(index)].append(examples[index])
     columns = [_column(*one) for one in zip(examples.names, examples.sizes, groups, strict=True)]
     heads = ("source", "examples", "repeated queries", "repeated positives", "negatives each", "query characters",
@@ -220,39 +196,9 @@ def _negatives(examples: Sequence[Example]) -> Section:
     return Section("negatives", tuple(lines), figures={"negatives_per_example": dict(sorted(counts.items()))})
 
 
-def _kinds(examples: Sequence[Example]) -> list[tuple[str, list[tuple[Item, Kind]]]]:
-    chosen = [examples[index] for index in _spread(len(examples), MOST_MEASURED)]
-    return [
-        ("queries", [(one.query, "query") for one in chosen]),
-        ("documents", [(item, "document") for one in chosen for item in (*one.positives, *one.negatives)]),
-    ]
-
-
-def _lengths(examples: Sequence[Example], featuriser: Featuriser, description: ModelDescription) -> Section:
-    found = {}
-    for name, items in _kinds(examples):
-        texts = [one for one in featuriser.features(items) if one.modality == "text"]
-        if not texts:
-            continue
-        lengths = np.asarray([one.length for one in texts])
-        middle, most = np.quantile(lengths, [0.5, 0.99])
-        full = int((lengths >= description.max_length).sum()) if not description.traits.has_fixed_length else 0
-        found[name] = {
-            "median": round(middle), "at_most_99_percent": round(most), "longest": int(lengths.max()),
-            "fill_max_length": full, "measured": len(texts),
-        }  # fmt: skip
-    lines = [
-        f"{name}: median {one['median']:,d}, 99 % at most {one['at_most_99_percent']:,d}, longest {one['longest']:,d}; "
-        f"{one['fill_max_length']:,d} of {one['measured']:,d} fill max_length, and what is longer is cut there"
-        for name, one in found.items()
-    ]
-    title = f"lengths in tokens, with prompts and special tokens (at most {description.max_length:,d})"
-    return Section(title, tuple(lines), figures={"lengths": found, "max_length": description.max_length})
-
-
 def _words(examples: Sequence[Example], why: str) -> Section:
     lines = []
-    for name, items in _kinds(examples):
+    for name, items in kinds_of(examples):
         lengths = [len(item.text.split()) for item, _ in items if item.text is not None]
         if lengths:
             middle, most = np.quantile(lengths, [0.5, 0.99])
@@ -260,35 +206,11 @@ def _words(examples: Sequence[Example], why: str) -> Section:
     return Section(f"lengths in words, not in tokens, since {why}", tuple(lines), figures={"lengths": None})
 
 
-def _parts(example: Example) -> list[tuple[str, Item, Kind]]:
-    named: list[tuple[str, Item, Kind]] = [("query", example.query, "query")]
-    named += [("positive", item, "document") for item in example.positives[:1]]
-    return named + [("negative", item, "document") for item in example.negatives[:1]]
-
-
-def _samples(examples: Sequence[Example], featuriser: Featuriser, description: ModelDescription) -> Section:
-    tokenizer: Any = load_tokenizer(description) if description.modalities[0] != "image" else None
-    lines = []
-    for example in examples[:NUM_SAMPLES]:
-        lines.append(example.where)
-        for name, item, kind in _parts(example):
-            feature = featuriser.features([(item, kind)])[0]
-            read = shown(item)
-            if feature.token_ids is not None and tokenizer is not None:
-                read = tokenizer.decode(feature.token_ids, skip_special_tokens=False)
-            lines.append(f"{name} ({feature.length:,d} tokens): {_short(read)}")
-    return Section("samples, as the model reads them", tuple(lines))
-
-
 def _raw_samples(examples: Sequence[Example], why: str) -> Section:
     lines = []
     for example in examples[:NUM_SAMPLES]:
         lines.append(example.where)
         lines += [
-            f"{name}: {_short(' '.join((item.text or shown(item)).split()))}" for name, item, _ in _parts(example)
+            f"{name}: {shortened(' '.join((item.text or shown(item)).split()))}" for name, item, _ in parts_of(example)
         ]
     return Section(f"samples, without prompts and special tokens, since {why}", tuple(lines))
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 3] + "..."
