@@ -47,9 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     row = config.getoption("--promise")
     if row is not None:
         items[:] = [one for one in items if any(row in mark.args for mark in one.iter_markers("promise"))]
-    places = {name: place for place, name in enumerate(LONG)}
-    root = config.rootpath / "tests"
-    items.sort(key=lambda one: places.get(one.path.relative_to(root).as_posix(), len(LONG)))
+    places = {f"tests/{name}": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda one: places.get(one.nodeid.partition("::")[0], len(LONG)))
 
 
 def pytest_sessionstart() -> None:

@@ -308,6 +308,7 @@ def test_checkpoints_and_their_options(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize("option", SHARDED)
+@pytest.mark.promise("E13", "E33")
 def test_two_processes_show_the_option(option: str) -> None:
     case, what, expected, without = SHARDED[option]
     assert facts()[case][what] == expected

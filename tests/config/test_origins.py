@@ -182,6 +182,7 @@ def test_precision_of_a_file_and_of_the_launcher(write_config: WriteConfig) -> N
         assert len(said) == (2 if precision == "no" else 0)
 
 
+@pytest.mark.promise("E33")
 def test_the_timeout_comes_from_the_config_or_from_the_environment(write_config: WriteConfig) -> None:
     env = {"NCCL_TIMEOUT": "90"}
     assert resolve_run(write_config(), env=env).timeout_minutes.value == 1.5

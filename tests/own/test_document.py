@@ -111,6 +111,7 @@ def test_make_targets_start_two_processes_on_a_cpu(target: str) -> None:
     assert f"checkpoints/{target.split('-')[1]}_fsdp" in words
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.promise("E04", "E05", "E38")
 def test_the_documents_command_trains(tmp_path: Path) -> None:
     """`torchrun ... examples/train_free.py --config configs/free_transformer.yaml --use-fsdp`, both stages."""
@@ -119,7 +120,7 @@ def test_the_documents_command_trains(tmp_path: Path) -> None:
         "--output", str(tmp_path), "max_steps=3",
     ]  # fmt: skip
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = command(*words, module="torch.distributed.run", folder=ROOT, env=env)
+    done = command(*words, module="torch.distributed.run", folder=ROOT, env=env, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(re.findall(r"^Loss: \d+\.\d{4}$", done.stdout, re.MULTILINE)) == 6, "one line per step, from rank 0"
     log = (tmp_path / "pretrain" / "training_log.txt").read_text()

@@ -154,7 +154,8 @@ def test_table_without_matryoshka_and_without_a_first_evaluation(tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch):
+def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch, pairs):
+    monkeypatch.setattr(demo, "standard_library_pairs", lambda: pairs)  # reading them takes seconds
     monkeypatch.setattr(demo, "QUICK", demo.Size(num_train=32, num_val=40, batch_size=16, max_length=48))
     record = run_demo(str(tmp_path / "demo"), quick=True, overrides=["report_to=none"])
     output = capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,13 +36,11 @@ def standard_library_pairs(folder: Path | None = None) -> list[Pair]:
     root = folder or Path(sysconfig.get_path("stdlib"))
     pairs = []
     seen: set[str] = set()
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
-        relative = path.relative_to(root)
-        if SKIPPED_FOLDERS.isdisjoint(relative.parts) and not _is_test(relative):
-            for pair in _pairs_of_file(path, ".".join(relative.with_suffix("").parts)):
-                if pair.query not in seen and pair.positive not in seen:
-                    seen.update((pair.query, pair.positive))
-                    pairs.append(pair)
+    for relative in sorted(_modules(root), key=lambda path: path.parts):
+        for pair in _pairs_of_file(root / relative, ".".join(relative.with_suffix("").parts)):
+            if pair.query not in seen and pair.positive not in seen:
+                seen.update((pair.query, pair.positive))
+                pairs.append(pair)
     return pairs
 
 
@@ -83,6 +82,16 @@ def _thin(pairs: list[Pair], number: int) -> list[Pair]:
     return [pair for index, pair in enumerate(pairs) if index in kept]
 
 
+def _modules(root: Path) -> Iterator[Path]:
+    """Yield the path of each module below a folder, from there; installed packages are not looked into."""
+    for folder, names, files in os.walk(root):
+        names[:] = [one for one in names if one not in SKIPPED_FOLDERS]
+        for name in files:
+            relative = Path(folder, name).relative_to(root)
+            if name.endswith(".py") and not _is_test(relative):
+                yield relative
+
+
 def _is_test(relative: Path) -> bool:
     return any(part.startswith("test_") or part.endswith("_test") for part in relative.with_suffix("").parts)
 
@@ -94,14 +103,26 @@ def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
     except (SyntaxError, UnicodeDecodeError):  # a few files are invalid on purpose (samples of lib2to3 and encodings)
         return
     lines = source.splitlines(keepends=True)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    for node in sorted(functions, key=lambda node: node.lineno):
+    for node in sorted(_functions(tree), key=lambda node: node.lineno):
         docstring = ast.get_docstring(node)
         if docstring is None or len(node.body) - 1 < MIN_BODY_STATEMENTS:
             continue
         query = " ".join(docstring.split("\n\n")[0].split())
         if len(query.split()) >= MIN_QUERY_WORDS and len(query) <= MAX_QUERY_CHARACTERS:
             yield Pair(module, query, _without_docstring(node, lines))
+
+
+def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield the functions of a module. Looks at statements alone: most nodes are parts of expressions."""
+    found: list[ast.AST] = [tree]
+    while found:
+        node = found.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = node.__dict__.get(name)
+            if isinstance(inner, list):  # of a statement; a conditional expression has one node
+                found += inner
 
 
 def _without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
