@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vembed.config.options import shown
 from vembed.config.schema import TrainConfig
@@ -16,6 +16,8 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"]
 StateDictType = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"]
 WrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 AskedPrecision = Literal["auto", "no", "bf16", "fp16"]
+Precision = Literal["no", "bf16", "fp16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 PRECISION_OF_DTYPE: dict[str, AskedPrecision] = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import psutil
 import torch
 
-from vembed.config.fsdp import AskedPrecision, FsdpConfig
+from vembed.config.fsdp import AskedPrecision, FsdpConfig, Precision
 from vembed.config.resolved import Decision, ResolvedRun, Strategy
 from vembed.config.rules import batch_size_per_process
 from vembed.config.schema import TrainConfig
@@ -21,8 +21,6 @@ from vembed.distributed.exchange_choice import Exchange, choose_exchange, loss_b
 from vembed.distributed.hardware import Gpu
 from vembed.errors import UserError
 
-Precision = Literal["no", "bf16", "fp16"]
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 CHECKPOINT = "checkpoint"

@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from vembed.config.fsdp import PRECISIONS, Precision
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
@@ -29,7 +30,7 @@ from vembed.distributed.heartbeat import Heartbeats
 from vembed.distributed.meeting import Introduction, counted, is_named, meet
 from vembed.distributed.memory import keep_freed_memory
 from vembed.distributed.network import default_interface, interface_to, is_loopback_by_name
-from vembed.distributed.placement import PRECISIONS, Placement, Precision, memory_of_a_process, place
+from vembed.distributed.placement import Placement, memory_of_a_process, place
 from vembed.distributed.rendezvous import Limit, connect, not_found
 from vembed.errors import RunError, Stopped, UserError
 from vembed.models.adapters import leave_casts_to_autocast

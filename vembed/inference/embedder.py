@@ -14,11 +14,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from vembed.config.fsdp import Precision
 from vembed.config.resolved import Decision
 from vembed.data.examples import ImageRef, Item, Kind
 from vembed.data.features import Featuriser
 from vembed.distributed.devices import bf16_instructions
-from vembed.distributed.placement import Precision, precision_of_use
+from vembed.distributed.placement import precision_of_use
 from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.families.table import Pooling

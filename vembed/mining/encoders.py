@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 
+from vembed.config.fsdp import Precision
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
-from vembed.distributed.placement import Precision, precision_of_use
+from vembed.distributed.placement import precision_of_use
 from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.families.model_files import model_folder

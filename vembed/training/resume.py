@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vembed.config.fsdp import PRECISIONS, Precision
 from vembed.config.schema import TrainConfig
-from vembed.distributed.placement import PRECISIONS, Precision
 from vembed.errors import UserError
 from vembed.saving.durability import write_durably
 from vembed.training.finished import FINAL, FinishedRun, finished_run
