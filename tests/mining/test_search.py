@@ -37,6 +37,7 @@ def test_equal_to_a_sort(num_queries, num_documents, k, first, monkeypatch):
     monkeypatch.setattr(search, "QUERY_TILE", 16)
     monkeypatch.setattr(search, "DOCUMENT_TILE", 70)
     monkeypatch.setattr(search, "FIRST", first)
+    monkeypatch.setattr(search, "MANY", 300)
     draw = np.random.default_rng(num_documents * k)
     # Whole numbers give exact sums and many ties.
     queries = draw.integers(-2, 3, (num_queries, 6)).astype(np.float32)

@@ -215,6 +215,12 @@ def test_a_plan_of_every_stage(place, capsys):
     assert not Path("output").exists()
 
 
+def test_a_stage_that_mines_within_is_a_training():
+    stages = [{"name": "one", "mine": {"every_epochs": 1}}, {"name": "two", "mine": {"num_negatives": 2}}]
+    road = read_road({"model_name": "m", "data_path": "d.jsonl", "stages": stages})
+    assert [step.kind for step in road.steps] == ["train", "mine"]
+
+
 def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
     monkeypatch.setattr("vembed.tools.train_command.run_ranks", None)  # all in this process
     records = [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()]

@@ -11,13 +11,16 @@ from vembed.distributed.session import Session
 from vembed.mining.known import Pairs
 from vembed.mining.vectors import VectorStore
 
-DOCUMENT_TILE = 2048
+DOCUMENT_TILE = 4096
 QUERY_TILE = 1024
-"""At most DOCUMENT_TILE x QUERY_TILE scores exist at once: 8 MiB, so that the calls beside the product are few."""
-BLOCK = 16
-"""Documents whose highest score is compared with the threshold first; only blocks above it are looked at."""
+"""At most DOCUMENT_TILE x QUERY_TILE scores exist at once: 16 MiB, so that the calls beside the product are few."""
+BLOCK, LARGE_BLOCK = 16, 64
+"""Documents whose highest score is compared with the threshold first; only blocks above it are looked at. They are
+large once hits are rare."""
 FIRST = 4096
 """Documents that are sorted tile by tile before the threshold decides: it is high enough then that few pass."""
+MANY = 65_536
+"""Documents after which hits are rare."""
 WAITING = 48
 """Candidates per query that may wait before they are sorted in and the threshold rises."""
 GATHERED_QUERIES = 8192
@@ -83,24 +86,25 @@ class _QueryTile:
         num_documents = documents_DT.shape[1]
         scores_QT = room.scores[: self.num_queries * num_documents].view(self.num_queries, num_documents)
         torch.mm(self.queries_QD, documents_DT, out=scores_QT)
-        if self.num_seen < FIRST:
-            self.num_seen += num_documents
+        before, self.num_seen = self.num_seen, self.num_seen + num_documents
+        if before < FIRST:
             self._take_best(scores_QT, first)
             return
-        width = num_documents // BLOCK
+        size = BLOCK if before < MANY else LARGE_BLOCK
+        width = num_documents // size
         if width:
             # Block b is the columns b, b + width, b + 2 width, ...: the maximum over a block runs over whole vectors.
-            blocks_QBW = scores_QT.as_strided((self.num_queries, BLOCK, width), (num_documents, width, 1))
+            blocks_QBW = scores_QT.as_strided((self.num_queries, size, width), (num_documents, width, 1))
             highest_QW = room.highest[: self.num_queries * width].view(self.num_queries, width)
             is_above_QW = room.is_above[: self.num_queries * width].view(self.num_queries, width)
             torch.amax(blocks_QBW, 1, out=highest_QW)
             torch.gt(highest_QW, self.threshold[:, None], out=is_above_QW)
             query, block = torch.nonzero(is_above_QW, as_tuple=True)
             self._take(blocks_QBW[query, :, block], query, first + block, width)
-        if width * BLOCK < num_documents:
+        whole = width * size
+        if whole < num_documents:
             everyone = torch.arange(self.num_queries, device=scores_QT.device)
-            rest = torch.full_like(everyone, first + width * BLOCK)
-            self._take(scores_QT[:, width * BLOCK :], everyone, rest, 1)
+            self._take(scores_QT[:, whole:], everyone, torch.full_like(everyone, first + whole), 1)
         if self.num_waiting > WAITING * self.num_queries:
             self._sort_in()
 
