@@ -121,7 +121,7 @@ def test_an_endpoint_that_misbehaves_now_and_then(options, serve):
         return {0: (429, "slow down"), 1: (500, "oops"), 2: None, 3: (200, None)}.get(number % 9, says_cat(prompt, 0))
 
     server = serve(decide)
-    found, result = run(options, judges=[endpoint(server, max_retries=30)])
+    found, result = run(options, judges=[endpoint(server, max_retries=30, retry_seconds=1e-4)])
     assert found == expected
     assert result.counts["undecided"] == 0
     assert max(Counter(prompt for prompt, _ in server.asked).values()) > 1
