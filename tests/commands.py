@@ -111,7 +111,7 @@ def _main(
 ) -> NoReturn:
     """Become the command. Runs in a process that the server has forked."""
     os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _die_with_parent()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -163,6 +163,7 @@ class _ForkingPopen(subprocess.Popen[Any]):
         for number in signal.valid_signals():  # as exec does: what was handled has its default again
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        _die_with_parent()  # nobody is left where a test is cut off
         if start_new_session:
             os.setsid()
         if cwd is not None:
@@ -181,6 +182,10 @@ class _ForkingPopen(subprocess.Popen[Any]):
 
 def _first_and_rest(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     return words[0], words[1:]
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _use_streams(*numbers: int) -> None:
