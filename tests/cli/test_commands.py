@@ -378,7 +378,8 @@ def test_wrong_values_of_other_verbs(vembed: Command) -> None:
     assert "torch_dtype must be auto, float32" in vembed("encode", "m", "i", "o.npy", "--torch-dtype", "int8").err
 
 
-def test_a_dry_run_refuses_what_the_run_refuses_B26(vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.promise("B26")
+def test_a_dry_run_refuses_what_the_run_refuses(vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
     done = vembed("train", cfg, "--dry-run")

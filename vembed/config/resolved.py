@@ -29,7 +29,7 @@ class Decision(Generic[T]):
 
     value: T
     reason: str
-    """Why, as the log and a dry run say it."""
+    """Reason, as the log and a dry run say it."""
     source: str = DEFAULT
     """Source of the value: `cfg.yaml:7`, `command line`, `accelerate launch`, a preset's file, or `default`."""
 

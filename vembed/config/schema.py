@@ -222,8 +222,9 @@ class LossOptions(Frozen, title="loss"):
     negatives_from: Literal["all_ranks", "own_rank"] = "all_ranks"
     """Source of the candidates: the whole global batch, or only the process's own part of it."""
     loss_exchange: Literal["auto", "gather", "ring"] = "auto"
-    """How processes get each other's embeddings: all at once (gather), or block by block in a ring, where each holds
-    its own and one block of another. The gradient is the same. auto: ring where gathering takes too much memory."""
+    """Way in which processes get each other's embeddings: all at once (gather), or block by block in a ring, where each
+    holds its own and one block of another. The gradient is the same. auto: ring where gathering takes too much
+    memory."""
     triplet_margin: NonNegativeFloat = 0.2
     """loss: triplet: minimum difference between the similarities of the positive and the negative."""
     circle_margin: Fraction = 0.25

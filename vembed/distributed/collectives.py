@@ -186,7 +186,7 @@ class Transfer:
 
     works: Sequence[dist.Work]
     kept: tuple[Tensor, ...] = ()
-    """What is sent and received, so that it lives as long as the messages."""
+    """Tensors that are sent and received, so that they live as long as the messages."""
 
     def wait(self) -> None:
         """Block until all have arrived; on a GPU, make what is computed next wait for them."""

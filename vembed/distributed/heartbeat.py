@@ -122,7 +122,7 @@ class Heartbeats:
         self._client: socket.socket | None = None
         self._token = ""
         self._answered: float | None = None
-        """When rank 0 last answered; None before its first answer."""
+        """Time of rank 0's last answer; None before its first answer."""
         self._verdict: Verdict | None = None
         self._verdict_at = 0.0
         self._has_blamed = self._is_final = False

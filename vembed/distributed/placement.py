@@ -55,7 +55,7 @@ class Placement:
     precision: Decision[Precision]
     """Precision of the arithmetic."""
     exchange: Decision[Exchange]
-    """How the processes get each other's embeddings for the loss."""
+    """Way in which the processes get each other's embeddings for the loss."""
     recomputation: Decision[bool]
     """True if activations are recomputed in the backward pass (gradient checkpointing)."""
     rows: int

@@ -42,7 +42,7 @@ print(next(iter(model.embed([{query!r} + "a query"])))[:5])
 
 @dataclass(frozen=True)
 class Start:
-    """How a server is started on an export."""
+    """Command that starts a server on an export."""
 
     command: str
     note: str = ""

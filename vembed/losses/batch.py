@@ -57,7 +57,7 @@ class LossBatch:
     number: int = 0
     """Number of the batch in the run: random draws of a loss depend on it and on nothing else."""
     ring: RingParts | None = None
-    """How other ranks' embeddings come here where they were not gathered."""
+    """Source of other ranks' embeddings where they were not gathered."""
 
     def places(self, numbers: Tensor) -> Tensor:
         """Return where in `embeddings` the inputs of these numbers are. In a ring they must be own inputs."""

@@ -54,7 +54,7 @@ class Ring(ABC):
 
 @dataclass(frozen=True, slots=True)
 class RingParts:
-    """How the inputs, rows and hard negatives of a global batch are divided over the ranks of a ring."""
+    """Division of the inputs, rows and hard negatives of a global batch over the ranks of a ring."""
 
     ring: Ring
     rank: int
@@ -67,4 +67,4 @@ class RingParts:
     negatives: tuple[Tensor, ...]
     """Numbers of the hard negatives of each rank, mixtures included."""
     first_mixture: int = 0
-    """What is subtracted from the number of an own mixture to get its place among the own embeddings."""
+    """Offset that is subtracted from the number of an own mixture to get its place among the own embeddings."""

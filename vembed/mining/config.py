@@ -290,7 +290,7 @@ class GenerateConfig(ModelOptions):
     language: str | None = None
     """Language of the written queries, as `German`. Default: that of the document."""
     personas: list[str] = Field(default_factory=list)
-    """Who asks; documents take turns: [a student, a lawyer]."""
+    """Persons who ask; documents take turns: [a student, a lawyer]."""
     examples_path: str | None = None
     """Training data of yours, from which examples for the writer are drawn."""
     num_examples: NonNegativeInt = 3

@@ -1,4 +1,4 @@
-"""What is published of a model: its files, a description of the training data, and the report of its run."""
+"""Publication of a model: its files, a description of the training data, and the report of its run."""
 
 from __future__ import annotations
 

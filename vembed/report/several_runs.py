@@ -44,7 +44,7 @@ class Against:
     name: str
     comparison: Comparison | None
     reason: str
-    """Why queries could not be paired; empty if they were."""
+    """Reason why queries could not be paired; empty if they were."""
     has_other_data: bool = False
     """True if its scores are of other queries, so that they must not be compared."""
 

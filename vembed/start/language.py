@@ -1,4 +1,4 @@
-"""Whether texts are English, by their most frequent words and letters: `vembed init` chooses its model by that."""
+"""Recognition of English texts by their most frequent words and letters: `vembed init` chooses its model by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a teacher's weights are: a copy on each process, or shards, where a copy does not fit."""
+"""Placement of a teacher's weights: a copy on each process, or shards, where a copy does not fit."""
 
 from __future__ import annotations
 

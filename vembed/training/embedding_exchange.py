@@ -24,7 +24,7 @@ class Counts:
 
 
 class LossExchange(ABC):
-    """How a rank's loss gets the embeddings of all, and the rank its gradient."""
+    """Exchange that gives a rank's loss the embeddings of all ranks, and the rank its gradient."""
 
     @abstractmethod
     def leaf(self, own: Tensor, counts: Counts) -> Tensor:

@@ -53,7 +53,7 @@ class Run(Protocol):
     parts: RunModel
     state: LoopState
     rhythm: Rhythm
-    """How often the run is evaluated, saved and logged."""
+    """Intervals of evaluations, checkpoints and log lines."""
     step: ContrastiveStep
     """Built after `on_build`."""
     stream: RankBatchStream
