@@ -269,7 +269,9 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     assert "circle.jsonl cannot be read" in refused(tmp_path / "circle.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert "is not a regular file" in refused(tmp_path / "pipe.jsonl")
-    assert "none that `datasets` has saved; it holds circle.jsonl, pipe.jsonl, train.jsonl" in refused(tmp_path)
+    (tmp_path / "more.csv").write_text("query,positive\na,b\n")
+    said = "none that `datasets` has saved; it holds circle.jsonl, more.csv, pipe.jsonl, train.jsonl"
+    assert said in refused(tmp_path), "files of several kinds are not one source"
     assert "cannot be read" in refused("a\0b.jsonl")
     assert "cannot be read" in refused(f"{tmp_path}/{'n' * 300}.jsonl")
     assert "cannot be read" in refused(tmp_path / "train.jsonl" / "x.jsonl")

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from vembed.data.batches import ContentKeys
-from vembed.data.index import Counts, Index
+from vembed.data.index import Index
+from vembed.data.index_parts import Counts
 
-FORMAT = 4
+FORMAT = 5
 """Format version. Increase it when the meaning of records or the layout of an entry changes."""
 
 

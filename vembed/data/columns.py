@@ -109,6 +109,17 @@ class Columns:
         """Names in column_mapping that no record has."""
         return sorted(self._not_seen)
 
+    @property
+    def layouts(self) -> list[tuple[str, ...]]:
+        """The columns of the records that were seen, once each."""
+        return list(self._layouts)
+
+    def note(self, layouts: Iterable[tuple[str, ...]], unused: Iterable[str]) -> None:
+        """Take in what another process has seen of the same source."""
+        for one in layouts:
+            self.layout(one)
+        self._unused.update(dict.fromkeys(unused))
+
     def check(self, columns: Iterable[str]) -> None:
         """Raise UserError if a table's header lacks a required column."""
         names = tuple(columns)

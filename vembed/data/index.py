@@ -3,69 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
+import os
 import time
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from vembed.data.batches import ContentKeys
-from vembed.data.class_batches import label_key
-from vembed.data.examples import BadRecord, Example, ImageRef, Item
-from vembed.data.images import check_image
-from vembed.data.readers import Found, Reader
+from vembed.data.index_parts import NUM_SHOWN, Counts, PartIndex, index_part
+from vembed.data.index_worker import in_processes, num_workers
+from vembed.data.readers import Reader
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 
 log = logging.getLogger("vembed")
 
-NUM_SHOWN = 10
-"""Number of bad records that a message names; the others are counted."""
-BLOCK = 256
-IMAGE_THREADS = 8
-"""Threads that check images; they hide the latency of network drives."""
 SECONDS_BETWEEN_LINES = 10.0
-
-
-@dataclass
-class Counts:
-    """Statistics of the good records of a source."""
-
-    positives: int = 0
-    negatives: int = 0
-    scored: int = 0
-    """Number of records with scores."""
-    with_negatives: int = 0
-    text_queries: int = 0
-    """Number of queries with a text. A query with text and image is counted in both fields."""
-    image_queries: int = 0
-    text_documents: int = 0
-    image_documents: int = 0
-
-    def add(self, example: Example) -> None:
-        """Count one more record."""
-        query, positives, negatives = example.query, example.positives, example.negatives
-        self.positives += len(positives)
-        if negatives:
-            self.negatives += len(negatives)
-            self.with_negatives += 1
-        if example.scores is not None:
-            self.scored += 1
-        if query.text is not None:
-            self.text_queries += 1
-        if query.images:
-            self.image_queries += 1
-        for item in positives + negatives:
-            if item.text is not None:
-                self.text_documents += 1
-            if item.images:
-                self.image_documents += 1
+HASHED_AT_ONCE = 64 * 2**20
+"""Bytes of a file that one thread hashes."""
 
 
 @dataclass
@@ -119,145 +78,98 @@ class Index:
 
 
 def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index:
-    """Validate all records of a source. `with_keys`: keep the content keys, for the detection of duplicates."""
-    starts, sizes, lines = array("q"), array("q"), array("q")
-    values, ends, labels = array("q"), array("q", [0]), array("q")
-    counts = Counts()
-    num_bad = 0
-    problems: list[str] = []
-    members: set[tuple[int, int]] = set()
-    with closing(_Images()) as images:
-        for line, start, size, outcome in _logged(_outcomes(reader, form, images), reader.name):
-            if isinstance(outcome, BadRecord):
-                num_bad += 1
-                if len(problems) < NUM_SHOWN:
-                    problems.append(f"{reader.where(line)}: {outcome}")
-                continue
-            starts.append(start)
-            sizes.append(size)
-            lines.append(line)
-            counts.add(outcome)
-            if outcome.label is not None:
-                member = label_key(outcome.label), outcome.query.key()
-                labels.append(-1 - len(labels) if member in members else member[0])
-                members.add(member)
-            if with_keys:
-                values.extend(content_keys(outcome))
-                ends.append(len(values))
-    if labels and len(labels) < len(starts):
+    """Validate all records of a source. `with_keys`: keep the content keys, for the detection of duplicates.
+
+    A source of several parts is read by as many processes as there are cores.
+    """
+    parts, say = reader.parts(), _progress(reader.name)
+    if num_workers(len(parts)) > 1:
+        found = in_processes(reader, form, parts, with_keys=with_keys, say=say)
+        for one in found:
+            form.columns.note(one.layouts, one.unused)
+    else:
+        found = [index_part(reader, form, part, with_keys=with_keys, say=say) for part in parts]
+    lines, problems, first, file = [], list[str](), 0, -1
+    for part, one in zip(parts, found, strict=True):
+        if part.file != file:
+            first, file = part.first_line, part.file
+        lines.append(one.lines + first)
+        problems += [f"{reader.where(first + line)}: {reason}" for line, reason in one.problems]
+        first += one.num_lines
+    labels, starts = _labels(_joined(found, lambda one: one.members)), _joined(found, lambda one: one.starts)
+    if len(labels) and len(labels) < len(starts):
         raise UserError(
             f"{reader.name}: {len(labels):,d} of its records are a text or image with a label, "
             f"{len(starts) - len(labels):,d} are pairs: make them two sources of data_path"
         )
+    keys = None
+    if with_keys:
+        ends = np.concatenate([[0], np.cumsum(_joined(found, lambda one: one.num_keys))])
+        keys = ContentKeys(_joined(found, lambda one: one.keys), ends.astype(np.int64))
+    all_lines = np.concatenate(lines)
+    counts = Counts()
+    for one in found:
+        counts = counts.plus(one.counts)
     return Index(
-        starts=np.array(starts),
-        sizes=np.array(sizes, dtype=np.uint32),
+        starts=starts,
+        sizes=_joined(found, lambda one: one.sizes),
         # Of several files the lines count on, by their bytes; half the memory is enough for one.
-        lines=np.array(lines, dtype=np.uint32 if not lines or lines[-1] < 2**32 else np.int64),
-        keys=ContentKeys(np.array(values), np.array(ends)) if with_keys else None,
+        lines=all_lines.astype(np.uint32) if not len(all_lines) or all_lines[-1] < 2**32 else all_lines,
+        keys=keys,
         counts=counts,
         fingerprint=_hash_of(reader.files()),
-        num_bad=num_bad,
-        problems=problems,
+        num_bad=sum(one.num_bad for one in found),
+        problems=problems[:NUM_SHOWN],
         unused=form.columns.unused,
         missing=form.columns.mapped_but_missing,
-        labels=np.array(labels) if labels else None,
-        images=images.known,
+        labels=labels if len(labels) else None,
+        images={path: problem for one in found for path, problem in one.images.items()},
     )
 
 
-def content_keys(example: Example) -> list[int]:
-    """Return the distinct content keys of an example's items."""
-    return list(dict.fromkeys(item.key() for item in _items(example)))
+def _joined(parts: list[PartIndex], of: Callable[[PartIndex], np.ndarray]) -> np.ndarray:
+    return np.concatenate([of(one) for one in parts])
 
 
-def _outcomes(
-    reader: Reader, form: RecordFormat, images: _Images
-) -> Iterator[tuple[int, int, int, Example | BadRecord]]:
-    """Yield (line, position, size, Example or BadRecord) of each record."""
-    scan = reader.scan()
-    while block := list(itertools.islice(scan, BLOCK)):
-        outcomes = [_outcome(form, found) for found in block]
-        images.check(outcomes)
-        for (start, size, line, _), outcome in zip(block, outcomes, strict=True):
-            yield line, start, size, outcome
-
-
-def _outcome(form: RecordFormat, found: Found) -> Example | BadRecord:
-    record = found[3]
-    if isinstance(record, BadRecord):
-        return record
-    try:
-        return form.example(record, "")
-    except BadRecord as error:
-        return error
-
-
-class _Images:
-    """Checker of the images of examples; each file is checked once."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, str | None] = {}
-        self._pool: ThreadPoolExecutor | None = None
-
-    def check(self, outcomes: list[Example | BadRecord]) -> None:
-        """Replace each example with an invalid image by a `BadRecord`, in place."""
-        images = [(number, image) for number, outcome in enumerate(outcomes) for image in _images(outcome)]
-        if not images:
-            return
-        self._pool = self._pool or ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="vembed-check")
-        named = {image.path: image for _, image in images if image.path is not None and image.path not in self.known}
-        self.known.update(zip(named, self._pool.map(_problem, named.values()), strict=True))
-        held = self._pool.map(_problem, [image for _, image in images if image.path is None])
-        for number, image in images:
-            problem = next(held) if image.path is None else self.known[image.path]
-            if problem is not None:
-                outcomes[number] = BadRecord(problem)
-
-    def close(self) -> None:
-        """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
-
-
-def _problem(image: ImageRef) -> str | None:
-    try:
-        check_image(image)
-    except BadRecord as error:
-        return str(error)
-    return None
-
-
-def _images(outcome: Example | BadRecord) -> list[ImageRef]:
-    if isinstance(outcome, BadRecord):
-        return []
-    found = list(outcome.query.images)
-    for item in outcome.positives + outcome.negatives:
-        if item.images:
-            found += item.images
-    return found
-
-
-def _items(example: Example) -> tuple[Item, ...]:
-    return (example.query, *example.positives, *example.negatives)
+def _labels(members: np.ndarray) -> np.ndarray:
+    """Return the class of each labelled record. One that repeats an earlier one of its class has a class of its own,
+    a number below zero."""
+    labels: np.ndarray = members[:, 0].copy()
+    first = np.unique(members, axis=0, return_index=True)[1]
+    repeats = np.setdiff1d(np.arange(len(members)), first)
+    labels[repeats] = -1 - repeats
+    return labels
 
 
 def _hash_of(files: Iterable[Path]) -> str:
+    """Hash the contents of files. Large ones are hashed in pieces by several threads, and the pieces' hashes again."""
+    pieces = [(path, start) for path in files for start in range(0, max(1, path.stat().st_size), HASHED_AT_ONCE)]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        digests = list(pool.map(_piece_hash, pieces))
+    whole = digests[0] if len(digests) == 1 else hashlib.blake2b(b"".join(digests), digest_size=16).digest()
+    return whole.hex()
+
+
+def _piece_hash(piece: tuple[Path, int]) -> bytes:
+    path, start = piece
     digest = hashlib.blake2b(digest_size=16)
-    for path in files:
-        with path.open("rb") as file:
-            while piece := file.read(2**20):
-                digest.update(piece)
-    return digest.hexdigest()
+    left = HASHED_AT_ONCE
+    with path.open("rb") as file:
+        file.seek(start)
+        while left and (data := file.read(min(2**20, left))):
+            digest.update(data)
+            left -= len(data)
+    return digest.digest()
 
 
-def _logged(
-    outcomes: Iterator[tuple[int, int, int, Example | BadRecord]], name: str
-) -> Iterator[tuple[int, int, int, Example | BadRecord]]:
-    """Yield the outcomes and log the progress of a long pass."""
+def _progress(name: str) -> Callable[[int], None]:
+    """Return a function that logs the progress of a long pass."""
     due = time.monotonic() + SECONDS_BETWEEN_LINES
-    for number, outcome in enumerate(outcomes):
-        yield outcome
-        if number % BLOCK == 0 and time.monotonic() > due:
-            log.info("%s: %s records checked so far", name, f"{number:,d}")
+
+    def say(done: int) -> None:
+        nonlocal due
+        if time.monotonic() > due:
+            log.info("%s: %s records checked so far", name, f"{done:,d}")
             due = time.monotonic() + SECONDS_BETWEEN_LINES
+
+    return say

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from vembed.data.cores import num_cores
 from vembed.data.examples import ImageRef
 from vembed.data.images import load_image
 from vembed.data.pixel_recipe import PIXELS, Processed, find_recipe
@@ -140,11 +139,6 @@ class Pixels:
                 _, oldest = self._kept.popitem(last=False)
                 self._bytes_left += sum(tensor.nbytes for tensor in oldest.values())
         return made
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _patch_size(config: dict[str, Any]) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Protocol
 
@@ -15,6 +17,8 @@ from vembed.errors import UserError
 
 MAX_RECORD = 32 * 2**20
 """A longer line (in bytes) is a bad record: it usually indicates a broken file."""
+PART_BYTES = 32 * 2**20
+"""Bytes of a large file that one process of the first pass reads at a time."""
 MAX_ARRAY = 2**30
 """Largest file in bytes with a JSON array, which has to be read whole."""
 
@@ -24,6 +28,17 @@ Found = tuple[int, int, int, Any]
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _SPACE = re.compile(r"[ \t\r\n]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a source, for one process of the first pass: the records that begin from `start` to before `stop`."""
+
+    start: int
+    stop: int
+    file: int = 0
+    first_line: int = 0
+    """What is added to line numbers of the file."""
 
 
 class Reader(Protocol):
@@ -53,6 +68,18 @@ class Reader(Protocol):
 
     def extent(self) -> tuple[int, int]:
         """Return bounds of the positions and of the line numbers."""
+        ...
+
+    def parts(self) -> list[Part]:
+        """Return the parts that processes may read apart from each other; one part if it can only be read whole."""
+        ...
+
+    def scan_part(self, part: Part) -> Iterator[Found]:
+        """Yield the records of a part. Lines count from the part's first one."""
+        ...
+
+    def num_lines(self, part: Part) -> int:
+        """Return the number of lines of a part."""
         ...
 
 
@@ -89,6 +116,29 @@ class TextFile:
         size = os.fstat(self._file).st_size
         return size + 1, size + 1
 
+    def parts(self) -> list[Part]:
+        """Return one part: quoted fields and arrays have no end that could be seen from the middle."""
+        return [Part(self._begin, os.fstat(self._file).st_size)]
+
+    def scan_part(self, part: Part) -> Iterator[Found]:
+        """Yield all records."""
+        del part
+        return self.scan()
+
+    def scan(self) -> Iterator[Found]:
+        """Yield all records in order."""
+        raise NotImplementedError
+
+    def num_lines(self, part: Part) -> int:
+        """Return the number of line ends in a part."""
+        found = 0
+        with self._from(part.start) as file:
+            left = part.stop - part.start
+            while left > 0 and (data := file.read(min(left, 2**20))):
+                found += data.count(b"\n")
+                left -= len(data)
+        return found
+
     def _bytes(self, start: int, size: int) -> bytes:
         return os.pread(self._file, size, start)
 
@@ -106,11 +156,30 @@ class JsonLines(TextFile):
         super().__init__(path)
         self._decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the file again."""
+        return _reopened, (type(self), self.path, self.name, self.folder)
+
+    def parts(self) -> list[Part]:
+        """Return parts of equal size."""
+        size = os.fstat(self._file).st_size
+        bounds = [*range(self._begin, max(size, self._begin + 1), PART_BYTES), size]
+        return [Part(start, stop) for start, stop in itertools.pairwise(bounds)]
+
     def scan(self) -> Iterator[Found]:
         """Yield all records in order."""
-        start, number, inside_long = self._begin, 1, False
-        with self._from(start) as file:
-            while line := file.readline(MAX_RECORD + 1):
+        return self.scan_part(Part(self._begin, os.fstat(self._file).st_size))
+
+    def scan_part(self, part: Part) -> Iterator[Found]:
+        """Yield the records whose lines begin in a part."""
+        start, number, inside_long = part.start, 1, False
+        with self._from(max(start - 1, self._begin)) as file:
+            if start > self._begin:  # a line that began before belongs to the part before
+                while not (skipped := file.readline(MAX_RECORD)).endswith(b"\n") and skipped:
+                    start += len(skipped)
+                start += len(skipped) - 1
+                number += start > part.start
+            while (inside_long or start < part.stop) and (line := file.readline(MAX_RECORD + 1)):
                 size = len(line)
                 if inside_long or size > MAX_RECORD:
                     if not inside_long:
@@ -144,6 +213,15 @@ class JsonLines(TextFile):
 
 class JsonArray(JsonLines):
     """A file with one JSON array of objects. A scan parses it whole; later its records are read by position."""
+
+    def parts(self) -> list[Part]:
+        """Return one part."""
+        return TextFile.parts(self)
+
+    def scan_part(self, part: Part) -> Iterator[Found]:
+        """Yield all records."""
+        del part
+        return self.scan()
 
     def scan(self) -> Iterator[Found]:
         """Yield all records in order. Raise UserError on a syntax error, since the next record cannot be located."""
@@ -180,6 +258,12 @@ class JsonArray(JsonLines):
             f"{self.where(text.count(chr(10), 0, at) + 1)}: not JSON ({reason}); "
             "in an array nothing can be read past a mistake, in JSON Lines it can"
         )
+
+
+def _reopened(kind: type[JsonLines], path: Path, name: str, folder: Path) -> JsonLines:
+    reader = kind(path)
+    reader.name, reader.folder = name, folder
+    return reader
 
 
 def _past_space(text: str, at: int) -> int:

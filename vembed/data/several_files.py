@@ -5,10 +5,11 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vembed.data.readers import Found, Reader
+from vembed.data.readers import Found, Part, Reader
 
 
 class SeveralFiles:
@@ -25,14 +26,27 @@ class SeveralFiles:
 
     def scan(self) -> Iterator[Found]:
         """Yield all records in order."""
-        for number in range(len(self.readers)):
-            yield from self.scan_file(number)
+        for first, line, reader in zip(self._starts, self._lines, self.readers, strict=False):
+            for start, size, own, record in reader.scan():
+                yield first + start, size, line + own, record
 
-    def scan_file(self, number: int) -> Iterator[Found]:
-        """Yield the records of one file."""
-        first, line = self._starts[number], self._lines[number]
-        for start, size, own, record in self.readers[number].scan():
-            yield first + start, size, line + own, record
+    def parts(self) -> list[Part]:
+        """Return the parts of all files."""
+        return [
+            replace(part, file=number, first_line=self._lines[number])
+            for number, reader in enumerate(self.readers)
+            for part in reader.parts()
+        ]
+
+    def scan_part(self, part: Part) -> Iterator[Found]:
+        """Yield the records of a part. Lines count from the part's first one."""
+        first = self._starts[part.file]
+        for start, size, line, record in self.readers[part.file].scan_part(part):
+            yield first + start, size, line, record
+
+    def num_lines(self, part: Part) -> int:
+        """Return the number of lines of a part."""
+        return self.readers[part.file].num_lines(part)
 
     def read(self, start: int, size: int) -> Any:
         """Return one record again, from the position and size that `scan` yielded."""

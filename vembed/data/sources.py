@@ -23,7 +23,8 @@ from vembed.data.class_batches import next_of_class
 from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord, Example, ReadAs
 from vembed.data.images import ImageRoot
-from vembed.data.index import NUM_SHOWN, Index, build_index, content_keys
+from vembed.data.index import Index, build_index
+from vembed.data.index_parts import NUM_SHOWN, content_keys
 from vembed.data.messages import joined, listed
 from vembed.data.opening import open_reader
 from vembed.data.readers import Reader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import os
 import shutil
 import zlib
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord
 from vembed.data.messages import listed
-from vembed.data.readers import MAX_RECORD, Found
+from vembed.data.readers import MAX_RECORD, Found, Part
 from vembed.data.watched_files import MappedFiles
 from vembed.errors import UserError
 
@@ -25,6 +26,8 @@ IN_MEMORY = 256 * 2**20
 """Parquet files up to this uncompressed size in bytes are held in memory."""
 CHUNK_BYTES = 8 * 2**20
 CHUNK_ROWS = 1024
+PART_ROWS = 65_536
+"""Rows of a large file that one process of the first pass reads at a time."""
 
 Role = Literal["train", "validation"]
 _SPLITS: dict[Role, tuple[str, ...]] = {"train": ("train",), "validation": ("validation", "dev", "val", "test")}
@@ -43,6 +46,27 @@ class _Rows:
         """Return the name of a record for messages."""
         return f"{self.name}, row {line:,d}"
 
+    def extent(self) -> tuple[int, int]:
+        """Return bounds of the positions and of the line numbers."""
+        raise NotImplementedError
+
+    def scan(self) -> Iterator[Found]:
+        """Yield all records in order."""
+        raise NotImplementedError
+
+    def parts(self) -> list[Part]:
+        """Return one part: another process would have to open the table anew."""
+        return [Part(0, self.extent()[0])]
+
+    def scan_part(self, part: Part) -> Iterator[Found]:
+        """Yield all records."""
+        del part
+        return self.scan()
+
+    def num_lines(self, part: Part) -> int:
+        """Return the number of rows of a part."""
+        return part.stop - part.start
+
 
 class ParquetTable(_Rows):
     """A Parquet file. Parquet has no fast random access to rows, so a small file is decompressed into memory, and a
@@ -52,6 +76,8 @@ class ParquetTable(_Rows):
         """`unpacked`: path of the Arrow file, without extension: "<hash of the path>-<hash of the version>"."""
         super().__init__(str(path), path.parent)
         self._path = path
+        self._opened_with = path, columns, unpacked
+        self._is_mapped = False
         self._mapped = MappedFiles([])
         try:
             with pq.ParquetFile(path) as file:
@@ -71,12 +97,30 @@ class ParquetTable(_Rows):
         num_rows = self._ends[-1] if self._ends else 0
         return num_rows + 1, num_rows + 1
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process maps the same Arrow file."""
+        return _reopened, (self._opened_with, self.name, self.folder)
+
+    def parts(self) -> list[Part]:
+        """Return parts of equal numbers of rows, where the table is mapped and not held in memory."""
+        if not self._is_mapped or not self._ends:
+            return super().parts()
+        bounds = [*range(0, max(1, self._ends[-1]), PART_ROWS), self._ends[-1]]
+        return [Part(start, stop) for start, stop in itertools.pairwise(bounds)]
+
     def scan(self) -> Iterator[Found]:
         """Yield all records in order."""
+        return self.scan_part(Part(0, self._ends[-1] if self._ends else 0))
+
+    def scan_part(self, part: Part) -> Iterator[Found]:
+        """Yield the rows of a part. Lines count from the part's first one."""
         row = 0
         for batch in self._batches:
-            self._mapped.check()
-            yield from _found(batch, row)
+            first, last = max(row, part.start), min(row + batch.num_rows, part.stop)
+            if first < last:
+                self._mapped.check()
+                for start, size, line, record in _found(batch.slice(first - row, last - first), first):
+                    yield start, size, line - part.start, record
             row += batch.num_rows
 
     def read(self, start: int, size: int) -> Any:
@@ -95,7 +139,7 @@ class ParquetTable(_Rows):
         unpacked = unpacked.with_name(f"{unpacked.name}-{zlib.crc32(repr(names).encode()):08x}.arrow")
         if not unpacked.exists():
             self._write(batches, unpacked, size)
-        self._mapped = MappedFiles([unpacked])
+        self._is_mapped, self._mapped = True, MappedFiles([unpacked])
         with pa.memory_map(str(unpacked)) as source:
             arrow = pa.ipc.open_file(source)
             return [arrow.get_batch(number) for number in range(arrow.num_record_batches)]
@@ -159,6 +203,12 @@ class DatasetTable(_Rows):
         """Return one record again, from the position and size that `scan` yielded."""
         self._mapped.check()
         return _values(self._rows[start : start + size])[0]
+
+
+def _reopened(opened_with: tuple[Path, Columns, Path], name: str, folder: Path) -> ParquetTable:
+    table = ParquetTable(*opened_with)
+    table.name, table.folder = name, folder
+    return table
 
 
 def is_saved_dataset(path: Path) -> bool:

@@ -13,7 +13,8 @@ from vembed.config.user_folders import cache_folder
 from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord, Example
 from vembed.data.images import ImageRoot
-from vembed.data.index import NUM_SHOWN, build_index
+from vembed.data.index import build_index
+from vembed.data.index_parts import NUM_SHOWN
 from vembed.data.messages import joined, listed
 from vembed.data.opening import open_reader
 from vembed.data.readers import Found, JsonLines, Reader, TextFile

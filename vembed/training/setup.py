@@ -16,9 +16,9 @@ from vembed.config.sampling import parse_sampling
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import source_batch_sizes, task_numbers
 from vembed.data.batches import BatchSchedule
+from vembed.data.cores import num_cores
 from vembed.data.features import Features, Featuriser
 from vembed.data.feeding import Feeder
-from vembed.data.pixels import num_cores
 from vembed.data.rank_batch import RankBatchStream
 from vembed.data.sources import ExampleStore
 from vembed.distributed import collectives

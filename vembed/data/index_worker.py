@@ -1,0 +1,113 @@
+"""Worker of the first pass: indexes parts of a source in a process of its own. Reads jobs on stdin, writes to stdout.
+
+A process started by its command, not by multiprocessing: it needs neither the memory of its parent nor a guard around
+the user's script, and it imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import IO
+
+from vembed.data.cores import num_cores
+from vembed.data.index_parts import PartIndex, index_part
+from vembed.data.readers import Part, Reader
+from vembed.data.records import RecordFormat
+from vembed.errors import UserError
+
+MOST_WORKERS = 16
+"""More processes than these wait for the disk."""
+
+
+def num_workers(num_parts: int) -> int:
+    """Return how many processes a pass over so many parts takes: one for each core of this process."""
+    return max(1, min(num_parts, num_cores(), MOST_WORKERS))
+
+
+def in_processes(
+    reader: Reader, form: RecordFormat, parts: Sequence[Part], *, with_keys: bool, say: Callable[[int], None]
+) -> list[PartIndex]:
+    """Index the parts in several processes, and return them in order. `say` is called with the records done so far."""
+    count = num_workers(len(parts))
+    idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+    workers = []
+    job = pickle.dumps((reader, form, with_keys))
+    command = [sys.executable, "-m", "vembed.data.index_worker"]
+    path = os.pathsep.join(one for one in sys.path if one)
+    try:
+        for _ in range(count):
+            worker = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+            )
+            workers.append(worker)
+            _send(worker, job)
+            idle.put(worker)
+
+        def ask(part: Part) -> PartIndex:
+            worker = idle.get()
+            _send(worker, pickle.dumps(part))
+            found = _received(worker)
+            idle.put(worker)
+            if isinstance(found, UserError):
+                raise found
+            assert isinstance(found, PartIndex)
+            return found
+
+        done, results = 0, []
+        with ThreadPoolExecutor(count, thread_name_prefix="vembed-index") as pool:
+            for one in pool.map(ask, parts):
+                results.append(one)
+                done += len(one.starts) + one.num_bad
+                say(done)
+        return results
+    finally:
+        for worker in workers:
+            for pipe in (worker.stdin, worker.stdout):  # a worker ends where its input does
+                if pipe is not None:
+                    pipe.close()
+            worker.wait()
+
+
+def _send(worker: subprocess.Popen[bytes], data: bytes) -> None:
+    assert worker.stdin is not None
+    worker.stdin.write(len(data).to_bytes(8, "little") + data)
+    worker.stdin.flush()
+
+
+def _received(worker: subprocess.Popen[bytes]) -> object:
+    assert worker.stdout is not None
+    data = next(_messages(worker.stdout), None)
+    if data is None:
+        raise RuntimeError(f"a process of the first pass over the data ended with exit code {worker.wait()}")
+    return pickle.loads(data)  # from this process's own child
+
+
+def _messages(file: IO[bytes]) -> Iterator[bytes]:
+    while len(head := file.read(8)) == 8:
+        yield file.read(int.from_bytes(head, "little"))
+
+
+def main() -> None:
+    """Index the parts that stdin names, until it ends."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not get between the answers
+    jobs = _messages(sys.stdin.buffer)
+    reader, form, with_keys = pickle.loads(next(jobs))  # from the parent process
+    for data in jobs:
+        try:
+            answer: object = index_part(reader, form, pickle.loads(data), with_keys=with_keys)
+        except UserError as error:
+            answer = error
+        message = pickle.dumps(answer)
+        out.write(len(message).to_bytes(8, "little") + message)
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()
