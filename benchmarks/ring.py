@@ -22,6 +22,7 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
+from vembed.losses.tiles import Tiling
 from vembed.training.embedding_exchange import Counts, Gathered, InRing, LossExchange
 
 MEBIBYTE = 2**20
@@ -40,7 +41,7 @@ def forget_peak() -> None:
 
 
 def one_pass(
-    exchange: LossExchange, own: torch.Tensor, counts: Counts, loss: EmbeddingLoss, rank: int
+    exchange: LossExchange, own: torch.Tensor, counts: Counts, loss: EmbeddingLoss, rank: int, anchors: int
 ) -> tuple[float, torch.Tensor]:
     """Return this rank's part of the loss, and the gradient of the whole with respect to its own embeddings."""
     num = counts.rows[0]
@@ -59,7 +60,7 @@ def one_pass(
         negative=torch.empty(0, dtype=torch.int64),
         negative_example=torch.empty(0, dtype=torch.int64),
         scores=None,
-        own_rows=slice(rank * num, (rank + 1) * num),
+        own_rows=slice(rank * num, rank * num + min(num, anchors)),
         own_negatives=slice(0, 0),
         world_size=len(counts.rows),
         ring=exchange.parts(counts, torch.device("cpu")),
@@ -69,7 +70,9 @@ def one_pass(
     return float(value.detach()), exchange.own_gradient(leaf, counts)
 
 
-def compare(rank: int, world_size: int, port: int, rows: int, dim: int, repeats: int, out: str) -> None:
+def compare(
+    rank: int, world_size: int, port: int, rows: int, dim: int, repeats: int, anchors: int, tile: list[int], out: str
+) -> None:
     """Run one rank: both ways in turns. Rank 0 writes what all have measured."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
@@ -80,8 +83,10 @@ def compare(rank: int, world_size: int, port: int, rows: int, dim: int, repeats:
     def run(num: int, exchange: LossExchange) -> tuple[float, torch.Tensor]:
         own = torch.randn(2 * num, dim, generator=torch.Generator().manual_seed(rank))
         counts = Counts([2 * num] * world_size, [num] * world_size, [0] * world_size)
-        return one_pass(exchange, own, counts, loss, rank)
+        return one_pass(exchange, own, counts, loss, rank, anchors)
 
+    if tile:
+        Tiling.for_ring = classmethod(lambda kind, _: kind(*tile))  # type: ignore[method-assign, assignment]
     for exchange in ways.values():
         run(64, exchange)  # what the first use of a library or a connection takes
     own = torch.randn(2 * rows // world_size, dim, generator=torch.Generator().manual_seed(rank))
@@ -96,7 +101,7 @@ def compare(rank: int, world_size: int, port: int, rows: int, dim: int, repeats:
             collectives.barrier()
             forget_peak()
             before, start = peak_memory(), time.perf_counter()
-            results[name] = one_pass(exchange, own, counts, loss, rank)
+            results[name] = one_pass(exchange, own, counts, loss, rank, anchors)
             collectives.barrier()
             seconds[name].append(time.perf_counter() - start)
             memory[name] = max(memory.get(name, 0), peak_memory() - before)
@@ -110,13 +115,15 @@ def compare(rank: int, world_size: int, port: int, rows: int, dim: int, repeats:
     dist.destroy_process_group()
 
 
-def measure(world_size: int, rows: int, dim: int, repeats: int, folder: Path) -> dict[str, Any]:
+def measure(
+    world_size: int, rows: int, dim: int, repeats: int, anchors: int, tile: list[int], folder: Path
+) -> dict[str, Any]:
     """Return the largest peak of the ranks, and the seconds of each pass, for both ways."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out = folder / "ring.json"
-    multiprocessing.spawn(compare, (world_size, port, rows, dim, repeats, str(out)), world_size)
+    multiprocessing.spawn(compare, (world_size, port, rows, dim, repeats, anchors, tile, str(out)), world_size)
     by_rank = json.loads(out.read_text())
     names = list(by_rank[0]["memory"])
     return {
@@ -132,15 +139,20 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--own-rows", type=int, default=2**31, help="rows of each rank whose loss is computed, at most")
+    parser.add_argument("--tile", type=int, nargs=2, default=[], help="rows and columns of a tile of the ring")
     arguments = parser.parse_args()
     print(machine(), flush=True)
     for rows in arguments.rows:
         with tempfile.TemporaryDirectory() as name:
-            found = measure(arguments.ranks, rows, arguments.dim, arguments.repeats, Path(name))
+            found = measure(
+                arguments.ranks, rows, arguments.dim, arguments.repeats, arguments.own_rows, arguments.tile, Path(name)
+            )
+        own = min(arguments.own_rows, rows // arguments.ranks)
         memory, seconds = found["memory"], found["seconds"]
         ratios = [one / other for one, other in zip(seconds["ring"], seconds["gather"], strict=True)]
         print(
-            f"{rows:,d} rows, {arguments.dim:,d} dims, {arguments.ranks} ranks: peak beyond the own embeddings, "
+            f"{rows:,d} rows, {arguments.dim:,d} dims, {arguments.ranks} ranks, {own:,d} rows of each: peak beyond the own embeddings, "
             f"gathered {memory['gather'] / MEBIBYTE:,.0f} MiB, ring {memory['ring'] / MEBIBYTE:,.0f} MiB, ratio "
             f"{memory['ring'] / memory['gather']:.2f}; loss and gradient, gathered "
             f"{statistics.median(seconds['gather']):.1f} s, ring {statistics.median(seconds['ring']):.1f} s, ratio "

@@ -111,7 +111,7 @@ def find_candidates(batch: LossBatch, config: TrainConfig, *, both_directions: b
     all_ranks = config.negatives_from != "own_rank"
     rows, negatives = slice(0, batch.num_rows), numbers_of(slice(0, batch.negative.numel()), batch)
     if batch.ring is not None:
-        rows, negatives = own, batch.ring.negatives[batch.ring.rank]
+        rows, negatives = batch.ring.rows[batch.ring.rank], batch.ring.negatives[batch.ring.rank]
     if not all_ranks:
         rows, negatives = own, numbers_of(batch.own_hard_negatives(), batch)
     # Queries of other rows are needed only as columns; otherwise the own queries, as anchors, are enough.
