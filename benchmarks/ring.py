@@ -152,7 +152,8 @@ def main() -> None:
         memory, seconds = found["memory"], found["seconds"]
         ratios = [one / other for one, other in zip(seconds["ring"], seconds["gather"], strict=True)]
         print(
-            f"{rows:,d} rows, {arguments.dim:,d} dims, {arguments.ranks} ranks, {own:,d} rows of each: peak beyond the own embeddings, "
+            f"{rows:,d} rows, {arguments.dim:,d} dims, {arguments.ranks} ranks, "
+            f"{own:,d} rows of each: peak beyond the own embeddings, "
             f"gathered {memory['gather'] / MEBIBYTE:,.0f} MiB, ring {memory['ring'] / MEBIBYTE:,.0f} MiB, ratio "
             f"{memory['ring'] / memory['gather']:.2f}; loss and gradient, gathered "
             f"{statistics.median(seconds['gather']):.1f} s, ring {statistics.median(seconds['ring']):.1f} s, ratio "
