@@ -9,6 +9,7 @@ import yaml
 from tests.commands import Started
 from tests.commands import start as start_command
 from tests.harness import free_port
+from tests.tiny import shared, tiny_bert
 from tests.training.test_run import settings
 
 
@@ -28,12 +29,26 @@ def test_both_machines_name_what_differs(tmp_path: Path) -> None:
     lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "other.jsonl").write_text("".join(lines[::-1]))
     port = free_port()
-    words = ("learning_rate=0.5", f"data_path={tmp_path}/other.jsonl")
+    other = shared(tiny_bert, hidden=16)
+    words = ("learning_rate=0.5", f"data_path={tmp_path}/other.jsonl", f"model_name={other}")
     machines = [start(config, 0, port), start(config, 1, port, *words)]
     for number, machine in enumerate(machines):
         code, err = machine.wait(100), errors_of(config, number).read_text()
         assert code == 2, err
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
         assert "learning_rate is 0.002 on rank 0 (machine 0, " in line and ") but 0.5 on rank 1 (machine 1, " in line
-        assert "data_path is " in line and "Traceback" not in err
+        assert "data_path is " in line and "model_name is " in line and "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_machine_of_another_run_is_refused(tmp_path: Path) -> None:
+    """With equal settings, data, port and output folder nothing but the word tells the two runs apart."""
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump({**settings(tmp_path), "report_to": "none", "dist_timeout_minutes": 1}))
+    port = free_port()
+    machines = [start(config, number, port, "--run-id", word) for number, word in enumerate(("monday", "friday"))]
+    for number, machine in enumerate(machines):
+        assert machine.wait(timeout=100) == 2
+        err = errors_of(config, number).read_text()
+        assert "belong to different runs (VEMBED_RUN_ID monday and friday)" in err and "Traceback" not in err
     assert not (tmp_path / "run").exists()
