@@ -94,6 +94,39 @@ def test_a_processor_of_another_kind_keeps_its_own_code() -> None:
     assert find_recipe(Brighter(processor, late=True)) is None
 
 
+class AsTorchvision:
+    """A processor with the arithmetic of the processors that use torchvision: one step for scale and mean."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.processor.to_dict())
+
+    def __call__(self, images: list[Image.Image], **options: Any) -> dict[str, torch.Tensor]:
+        made = self.processor(images=images, return_tensors="pt", do_rescale=False, do_normalize=False)[PIXELS]
+        if options.get("do_rescale") is False:
+            return {PIXELS: made}
+        settings = self.to_dict()
+        mean, deviation = (
+            (torch.tensor(settings[name]) * (1.0 / settings["rescale_factor"]))[:, None, None]
+            for name in ("image_mean", "image_std")
+        )
+        return {PIXELS: made.to(torch.float32).sub_(mean).div_(deviation)}
+
+
+def test_the_arithmetic_of_torchvision_has_a_recipe_too() -> None:
+    processor = processor_of(tiny.tiny_clip)
+    processor.image_mean, processor.image_std = (
+        [0.48145466, 0.4578275, 0.40821073],
+        [0.26862954, 0.26130258, 0.27577711],
+    )
+    recipe, picture = find_recipe(AsTorchvision(processor)), load_image(image(77, 50))
+    assert recipe is not None
+    wanted = AsTorchvision(processor)([picture])[PIXELS]
+    assert torch.equal(recipe.finished(recipe.halfway(picture))[PIXELS], wanted)
+
+
 def test_pixels_stay_bytes_until_they_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = featuriser(tiny.shared(tiny.tiny_vit))
     features = mine.features([of_images(image(seed=seed)) for seed in range(4)])  # type: ignore[misc]

@@ -20,6 +20,7 @@ from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.distributed import placement
 from vembed.distributed.environment import RankInfo
+from vembed.families.backbones import layers_of
 from vembed.models import cpu_kernels
 from vembed.models.bf16 import Bf16LayerNorm, Bf16Linear, WeightCopies, holding_copies, use_bf16
 
@@ -147,6 +148,34 @@ def test_every_family_computes_in_bf16(make: Make | str) -> None:
     assert all(one.dtype == torch.float32 and torch.isfinite(one).all() for one in found.values())
     whole, exact = (torch.cat([one[name].flatten() for name in sorted(gradients)]) for one in (found, gradients))
     assert torch.cosine_similarity(whole, exact, dim=0) > 0.98
+
+
+def by_autocast(model: Any) -> None:
+    """Compute as autocast does, with weights that are converted in every forward pass."""
+    forward = model.forward
+
+    def cast(*given: Any, **named: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return forward(*given, **named)
+
+    model.forward = cast
+
+
+def test_a_decoder_hands_on_bf16_and_is_no_less_exact_than_autocast() -> None:
+    seen: set[torch.dtype] = set()
+
+    def arrange(model: Any) -> None:
+        model.compute_in_bf16()
+        for layer in layers_of(model.backbone):
+            layer.register_forward_hook(lambda _, given, out: seen.update({given[0].dtype, out.dtype}))
+
+    _, exact = results(tiny.tiny_qwen3, lambda _: None)
+    _, found = results(tiny.tiny_qwen3, arrange)
+    _, cast = results(tiny.tiny_qwen3, by_autocast)
+    assert seen == {torch.bfloat16}, "norms and embeddings widen nothing"
+    off = {name: (found[name] - one).norm() / one.norm() for name, one in exact.items()}
+    wide = {name: (cast[name] - one).norm() / one.norm() for name, one in exact.items()}
+    assert sum(off.values()) < 2 * sum(wide.values())
 
 
 def test_an_embedder_in_bf16_keeps_its_weights_and_sees_their_changes() -> None:

@@ -206,7 +206,6 @@ def test_kernels_of_gpus_are_asked_for_the_same(make: Make, kernel: str, monkeyp
         (tiny.tiny_bert, {}, None),
         (tiny.tiny_bert, {"padding_free": False}, "padding_free: false"),
         (tiny.tiny_bert, {"attn_implementation": "eager"}, "attn_implementation: eager"),
-        (tiny.tiny_bert, {"torch_compile": True}, "compiled layers on a CPU"),
         (tiny.tiny_modernbert, {}, "modernbert is not among the models"),
     ],
 )

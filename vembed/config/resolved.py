@@ -75,6 +75,19 @@ class ResolvedRun:
     file: AccelerateFile | None
     """The Accelerate file that the config or the command line names."""
 
+    def left_to_gpus(self) -> list[str]:
+        """Return what is decided by the GPU where the run is on one, as lines for a dry run."""
+        lines = []
+        recomputation = self.recomputation
+        if recomputation.source == DEFAULT and recomputation.value and self.config.use_gradient_cache is not False:
+            lines.append(
+                "on a GPU gradient checkpointing is off where micro-batches fit without it, since Gradient Cache "
+                "bounds the graphs; `vembed plan` with --gpu says which"
+            )
+        if self.config.torch_compile == "auto":
+            lines.append("on a GPU layers are compiled in runs of more than about five minutes (torch_compile: auto)")
+        return lines
+
     def asked_precision(self, *, sharded: bool) -> Decision[AskedPrecision]:
         """The precision that was asked for, for a sharded model or a whole one."""
         if not sharded or self.fsdp is None:

@@ -82,8 +82,9 @@ class ModelOptions(Frozen, title="model"):
     """Vision-language models: smallest image area in pixels; smaller images are enlarged. Default: the model's own."""
     max_pixels: PositiveInt | None = None
     """Vision-language models: largest image area in pixels; larger images are reduced. Default: the model's own."""
-    torch_compile: bool = False
-    """Compile the backbone's layers with torch.compile. Worthwhile for long runs on GPUs."""
+    torch_compile: Literal["auto"] | bool = "auto"
+    """Compile the backbone's layers with torch.compile. `auto`: on GPUs, in runs of more than about five minutes, where
+    compiled and plain layers give the same embeddings at the start; the log says so. On CPUs only if asked for."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, about a third more time. Default: true with
     `use_fsdp: true`, except on GPUs where micro-batches fit without it and Gradient Cache may be used; otherwise

@@ -87,7 +87,7 @@ class Feeder:
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a host tensor in memory from which a copy to the device overlaps with computation: from pageable memory
     it would block the host."""
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.pin_memory() if device.type == "cuda" and tensor.numel() else tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

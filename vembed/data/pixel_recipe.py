@@ -251,7 +251,9 @@ def _scales(settings: Mapping[str, Any]) -> Sequence[Scale]:
     normalizes = bool(settings.get("do_normalize"))
     mean = np.asarray(settings["image_mean"] if normalizes else 0.0, np.float64)
     deviation = np.asarray(settings["image_std"] if normalizes else 1.0, np.float64)
-    return Scale(1 / factor, mean, deviation), Scale(1.0, mean / factor, deviation / factor)
+    # The processors that use torchvision put the factor into mean and deviation, in float32.
+    fused = (np.float32(one) * np.float32(1 / factor) for one in (mean, deviation))
+    return Scale(1 / factor, mean, deviation), Scale(1.0, *fused)
 
 
 def _agrees(recipe: PixelRecipe, processor: Any, picture: Image.Image) -> bool:

@@ -21,6 +21,7 @@ from vembed.data.prompts import ChatText
 from vembed.errors import UserError
 from vembed.families.backbones import read_config
 from vembed.families.description import ModelDescription
+from vembed.models.image_positions import POSITIONS, token_positions, tower_inputs
 from vembed.models.processors import load_chat_template, load_tokenizer
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
@@ -103,7 +104,8 @@ class ChatProcessing:
         self._encode = _batch_encoder(tokenizer, max_length=None)
         self._tails: dict[str, list[int]] = {}
         config = read_config(Path(description.source), trust_remote_code=description.trust_remote_code)
-        self.image_token_id = int(config.to_dict()["image_token_id"])
+        self._config = config.to_dict()
+        self.image_token_id = int(self._config["image_token_id"])
         self.padding = Padding(tokenizer, description)
 
     def encode_texts(
@@ -174,7 +176,14 @@ class ChatProcessing:
         if num_tokens != int(is_image.sum()):
             named = ", ".join(image.path or f"{len(image.data or b''):,d} bytes" for image in images[:4])
             raise UserError(f"an image changed its size since its header was read, one of: {named}")
-        return {**batch, "mm_token_type_ids": is_image.long(), **pixels}
+        grid = pixels["image_grid_thw"]
+        return {
+            **batch,
+            **pixels,
+            **tower_inputs(self._config, grid),
+            "mm_token_type_ids": is_image.long(),
+            POSITIONS: token_positions(is_image, batch.get("attention_mask"), grid, self._pixels.merge_size),
+        }
 
     def _num_tokens(self, image: ImageRef) -> int:
         return self._pixels.num_vision_tokens(image, *image_size(image))

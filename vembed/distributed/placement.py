@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from vembed.config.fsdp import AskedPrecision, FsdpConfig, Precision
-from vembed.config.resolved import Decision, ResolvedRun, Strategy
+from vembed.config.resolved import DEFAULT, Decision, ResolvedRun, Strategy
 from vembed.config.rules import batch_size_per_process
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import source_batch_sizes
@@ -37,6 +37,11 @@ WHOLE_GRADIENTS_SHARE = 0.2
 """Gradients of the whole model may take this share of a process's memory between the micro-batches of a step."""
 WHOLE_PARAMETERS_SHARE = 0.2
 """The same for gathered parameters."""
+COMPILED_MINUTES = 5.0
+"""`torch_compile: auto` compiles the layers of longer runs."""
+COMPILED_RATE = 2e14
+"""Operations per second that this is reckoned with: about what a current GPU does in training. Slower ones take longer,
+and then compiling pays all the more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,8 @@ class Placement:
     """Way in which the processes get each other's embeddings for the loss."""
     recomputation: Decision[bool]
     """True if activations are recomputed in the backward pass (gradient checkpointing)."""
+    compilation: Decision[bool]
+    """True if layers are compiled. `auto` on a GPU is decided by `for_work`, when the data are known."""
     rows: int
     """Examples of a global batch on one process, at most."""
     instructions: str | None = None
@@ -76,6 +83,7 @@ class Placement:
             "gradient checkpointing": self.recomputation,
             "mixed precision": self.precision,
             "loss exchange": self.exchange,
+            "compiled layers": self.compilation,
             "timeout in minutes": self.run.timeout_minutes,
         }
 
@@ -109,10 +117,10 @@ class Placement:
 
     @property
     def copies_weights(self) -> bool:
-        """True if layers compute with bfloat16 copies of float32 weights (vembed.models.bf16): on CPUs, unless FSDP
-        converts the weights, or the compiler the layers."""
-        own = self.device.type == "cpu" and self.precision.value == "bf16" and self.fsdp is None
-        return own and not self.run.config.torch_compile
+        """True if layers compute with bfloat16 copies of float32 weights (vembed.models.bf16), unless FSDP converts the
+        weights, the compiler the layers, or the weights have 4 bits."""
+        own = self.precision.value == "bf16" and self.fsdp is None and not self.run.config.use_qlora
+        return own and not self.compilation.value
 
     @property
     def computes_in_half(self) -> bool:
@@ -134,6 +142,25 @@ class Placement:
         """True if parameters can stay gathered during a step: FSDP2 without offloading, on several processes."""
         fsdp = self.fsdp
         return fsdp is not None and fsdp.version == 2 and not fsdp.offload and self.ranks.world_size > 1
+
+    def for_work(self, operations: float) -> Placement:
+        """Return the placement of a run of so many floating-point operations: whether compiling its layers pays."""
+        config = self.run.config
+        if config.torch_compile != "auto" or self.device.type != "cuda":
+            return self
+        reason = None
+        if config.use_qlora:
+            reason = "layers of 4 bits are not compiled"
+        elif config.model_class is not None or config.trust_remote_code:
+            reason = "code of the model's own"
+        elif self.fsdp is not None and self.fsdp.version == 1:
+            reason = "FSDP1"
+        minutes = operations / (COMPILED_RATE * self.ranks.world_size) / 60
+        figure = f"about {minutes:,.1f} minutes of arithmetic"
+        if reason is None and minutes >= COMPILED_MINUTES:
+            return replace(self, compilation=Decision(True, f"auto: {figure}; compiling takes about one"))
+        reason = reason or f"{figure}, less than {COMPILED_MINUTES:g}"
+        return replace(self, compilation=Decision(False, f"auto: {reason}"))
 
     def reduces_each_micro_batch(self, gradient_bytes: float) -> bool:
         """Return whether FSDP reduces gradients after every micro-batch, since whole ones would take too much."""
@@ -266,6 +293,7 @@ def place(
         ),
         exchange=choose_exchange(run, ranks, memory, _rows(run, ranks)),
         recomputation=run.recomputation,
+        compilation=_compilation(run, device),
         rows=_rows(run, ranks),
         instructions=instructions,
         size=size,
@@ -273,6 +301,16 @@ def place(
         notes=tuple(_without_effect(run, ranks, strategy)),
     )
     return replace(placement, recomputation=_recomputation(placement))
+
+
+def _compilation(run: ResolvedRun, device: torch.device) -> Decision[bool]:
+    """Return whether layers are compiled, as far as it is known without the data."""
+    asked = run.config.torch_compile
+    if asked != "auto":
+        return Decision(asked, "torch_compile", run.origins.get("torch_compile", DEFAULT))
+    if device.type != "cuda":
+        return Decision(False, "auto: on CPUs only if asked for")
+    return Decision(False, f"auto: on in runs of more than about {COMPILED_MINUTES:g} minutes, once the data are read")
 
 
 def _recomputation(placement: Placement) -> Decision[bool]:
@@ -356,7 +394,7 @@ def _bf16_on_cpu(config: TrainConfig, instructions: str | None, *, sharded: bool
     """Return whether bfloat16 pays on CPUs with these instructions for it, and why."""
     if instructions is None:
         return False, "the CPU computes in the dtype of the weights"
-    kept = {"FSDP": sharded, "torch_compile": config.torch_compile, "use_qlora": config.use_qlora}
+    kept = {"FSDP": sharded, "torch_compile": config.torch_compile is True, "use_qlora": config.use_qlora}
     if named := [name for name, is_on in kept.items() if is_on]:
         return (
             False,

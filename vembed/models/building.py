@@ -19,7 +19,7 @@ from vembed.families import backbones
 from vembed.families.decisions import has_mrl_projection
 from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.families.model_files import files_of
-from vembed.models import backbone_loading, cpu_kernels, packing, precision
+from vembed.models import backbone_loading, cpu_kernels, flash3, packed_vision, packing, precision
 from vembed.models.adapters import linear_names_inside_layers, merge_saved_adapter, wants_adapters
 from vembed.models.heads import Dense, Head, load_dense, mrl_projection
 from vembed.models.quantized import four_bit, rounded_to_four_bits
@@ -105,6 +105,11 @@ def _load(
         log.info("attention: %s (%s)", kernel or "the model's own", reason)
         if takes_text:
             log.info("texts: %s", "without padding" if padded is None else f"padded ({padded})")
+    if half and device.type == "cuda" and config.attn_implementation in ("auto", "sdpa"):
+        other = flash3.why_not(model_config.to_dict(), device)
+        if other is None:
+            flash3.activate()
+        log.info("FlashAttention 3: %s", "used" if other is None else f"not used ({other})")
     if padded is None:
         kernel = cpu_kernels.register(packing.IMPLEMENTATION, packing.attention)
     elif kernel == "sdpa" and config.attn_implementation == "auto" and device.type == "cpu":
@@ -122,6 +127,13 @@ def _load(
     )
     if description.bidirectional_attention:
         backbone_loading.see_all_tokens(backbone)
+    if description.traits.reads_chats and config.attn_implementation == "auto" and kernel != "flash_attention_2":
+        tower = tower_module(backbone, description.traits, "vision")
+        padded = packed_vision.why_by_image(tower, device, half=half)
+        if padded is None:
+            packed_vision.pack_images(tower)
+        if not meta:
+            log.info("images: %s", "attention over all at once" if padded is None else f"one by one ({padded})")
     backbone_loading.share_embeddings(backbone)
     return backbone
 

@@ -58,9 +58,12 @@ class EmbeddingModel(nn.Module):
         self._autocasts = False
 
     def compute_in_bf16(self) -> None:
-        """Let the backbone compute in bfloat16 on a CPU. Its weights stay float32."""
+        """Let the backbone compute in bfloat16. Its weights stay float32."""
         use_bf16(self.backbone)
         self._autocasts = True
+
+    def _device_type(self) -> str:
+        return next(self.parameters()).device.type
 
     def forward(
         self,
@@ -77,8 +80,8 @@ class EmbeddingModel(nn.Module):
         tower gives, which can take the place of the pixels in its inputs. `with_auxiliary`: return also, for each part,
         the losses of the model's own by name, each [2, n] or [2, 1]: sums and counts.
         """
-        if self._autocasts and not torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+        if self._autocasts and not torch.is_autocast_enabled(self._device_type()):
+            with torch.autocast(self._device_type(), dtype=torch.bfloat16):
                 return self.forward(
                     parts, features_only=features_only, images_only=images_only, with_auxiliary=with_auxiliary
                 )
@@ -209,13 +212,15 @@ def build_model(
     computes_on: torch.device | None = None,
     compute_dtype: torch.dtype = torch.float32,
     recompute: bool = False,
+    compiles: bool | None = None,
     meta: bool = False,
 ) -> EmbeddingModel:
     """Return the model that `config` trains, with its weights, on `device`.
 
     `computes_on`: the device that the model will be moved to, if not `device`. `compute_dtype`: dtype of the
-    arithmetic. `recompute`: recompute activations in the backward pass (gradient checkpointing). `meta`: leave backbone
-    parameters empty, for a process that receives its weights from another rank.
+    arithmetic. `recompute`: recompute activations in the backward pass (gradient checkpointing). `compiles`: compile
+    the layers; None: only if the config asks for it. `meta`: leave backbone parameters empty, for a process that
+    receives its weights from another rank.
     """
     device = torch.device(device)
     computes_on = computes_on or device
@@ -242,7 +247,8 @@ def build_model(
     layers = backbones.layers_of(backbone)
     if recompute:
         precision.enable_checkpointing(layers)
-    if config.torch_compile:
+    if config.torch_compile is True if compiles is None else compiles:
+        packing.leave_to_kernels()
         precision.compile_layers(layers)
     return model if meta else model.to(device)
 

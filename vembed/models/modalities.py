@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from vembed.families.description import ModelDescription
 from vembed.families.table import Forward, Modality
 from vembed.models import packing
 from vembed.models.collected_losses import Collected
+from vembed.models.image_positions import LONGEST, VISION
+from vembed.models.packed_vision import in_one_piece, tower_output
 from vembed.models.pooling import pool
 from vembed.models.towers import tower_module, towers_of_modality
 
@@ -71,8 +72,8 @@ def image_features(backbone: Backbone, inputs: Inputs) -> Tensor:
 
     The inner layers are those of Qwen3-VL's deepstack; m is 0 for other models.
     """
-    output = backbone.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
-    on_the_way = output.get("deepstack_features", [])
+    output = tower_output(backbone, inputs)
+    on_the_way = vars(output).get("deepstack_features") or []
     return torch.stack([torch.cat(list(images)) for images in (output.pooler_output, *on_the_way)])
 
 
@@ -111,17 +112,20 @@ def _text(description: ModelDescription, backbone: Backbone, inputs: Inputs, col
 
 
 def _chat(description: ModelDescription, backbone: Backbone, inputs: Inputs, _: Collected) -> Tensor:
-    """Return embeddings of token ids with images. The model computes its 3D positions (time, height, width) itself."""
+    """Return embeddings of token ids with images. Positions (time, height, width) are made at collation."""
     mask = padding_mask(inputs)
-    arguments: dict[str, Any] = {key: value for key, value in inputs.items() if key != "attention_mask"}
+    of_tower = ("attention_mask", IMAGE_FEATURES)
+    arguments: dict[str, Any] = {
+        key: value for key, value in inputs.items() if key not in of_tower and not key.startswith(VISION)
+    }
     if mask is not None:
         arguments["attention_mask"] = mask
     features = inputs.get(IMAGE_FEATURES)
     if features is not None:
-        del arguments[IMAGE_FEATURES]
-        # Imitate the output type of get_image_features: one tensor for all images, and one per deepstack layer.
-        given = SimpleNamespace(pooler_output=(features[0],), deepstack_features=[(one,) for one in features[1:]])
-        arguments["mm_encoder_outputs"] = {"image": given}
+        arguments["mm_encoder_outputs"] = {"image": in_one_piece(features[0], features[1:])}
+    elif LONGEST in inputs:
+        del arguments["pixel_values"]
+        arguments["mm_encoder_outputs"] = {"image": tower_output(backbone, inputs)}
     return pool(description.pooling, backbone(**arguments, use_cache=False).last_hidden_state, mask)
 
 

@@ -17,7 +17,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from vembed.config.schema import TrainConfig
 from vembed.families.backbones import POSITIONS_AFTER_PADDING, is_decoder_only
-from vembed.models import cpu_kernels
+from vembed.models import cpu_kernels, flash3
 
 IMPLEMENTATION = "vembed_packed"
 """Name of `attention` in Transformers' registry. A backbone loaded with it packs its texts."""
@@ -37,7 +37,7 @@ def why_padded(config: TrainConfig, model: PretrainedConfig, device: torch.devic
     if config.attn_implementation in ("eager", "sdpa"):
         return f"attn_implementation: {config.attn_implementation}"
     if device.type == "cpu":
-        return "compiled layers on a CPU" if config.torch_compile else None
+        return None
     return _why_no_kernel(model, device) if half else "flash attention does not support float32"
 
 
@@ -47,6 +47,11 @@ def _why_no_kernel(model: PretrainedConfig, device: torch.device) -> str | None:
     heads = int(values.get("num_attention_heads") or values["n_heads"])
     size = int(values.get("head_dim") or int(values.get("hidden_size") or values["dim"]) // heads)
     dropout = float(values.get("attention_probs_dropout_prob") or values.get("attention_dropout") or 0.0)
+    return why_no_kernel_for(size, dropout, device)
+
+
+def why_no_kernel_for(size: int, dropout: float, device: torch.device) -> str | None:
+    """Return the reason why no variable-length kernel takes heads of this size on a GPU; None: one does."""
     if not torch.cuda.is_available():
         return "no CUDA GPU"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -68,6 +73,12 @@ def _torch_has_varlen() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+def leave_to_kernels() -> None:
+    """Let compiled layers call `attention` as it is: its kernels are whole already, and the lengths of the texts would
+    make the compiler start again."""
+    cpu_kernels.register(IMPLEMENTATION, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
 
 
 def packs(backbone: Any) -> bool:
@@ -192,7 +203,7 @@ def _by_kernel(
     left = -1 if window is None else window - 1
     sides = (left, 0 if causal else left)
     starts, longest = packed.starts, packed.longest
-    if is_flash_attn_2_available():
+    if is_flash_attn_2_available() and not flash3.is_active():
         from flash_attn import flash_attn_varlen_func
 
         attended: Tensor = flash_attn_varlen_func(

@@ -89,7 +89,8 @@ class VectorTeacher:
         embedder = Embedder(
             self.teacher.model,
             device=session.device,
-            mixed_precision="bf16" if session.placement.copies_weights else "no",
+            # On CPUs as the trained model; on a GPU in the dtype of the teacher's weights.
+            mixed_precision="bf16" if session.device.type == "cpu" and session.placement.copies_weights else "no",
             session=session if with_run or session.fsdp is None else None,
             trust_remote_code=self.trust_remote_code,
         )

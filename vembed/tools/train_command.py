@@ -158,6 +158,7 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
             f"({run.fsdp.source})"
         )
     lines.append(f"gradient checkpointing: {run.recomputation}")
+    lines += run.left_to_gpus()
     precision = run.asked_precision(sharded=strategy == "fsdp" and launch.world_size > 1)
     lines.append(f"mixed precision: {precision.value} ({_precision_reason(precision)})")
     machines = f" on each of {launch.num_machines} machines" if launch.num_machines > 1 else ""

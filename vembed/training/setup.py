@@ -34,6 +34,7 @@ from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.teachers.supply import Teachers
 from vembed.training.auto_rate import with_rate
+from vembed.training.compiled import check_compiled, decide_compilation, some_inputs
 from vembed.training.datasets import open_sets
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.optim import build_optimizer
@@ -104,6 +105,7 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     pixels = max(2**30, int(PIXELS_SHARE * psutil.virtual_memory().available) // session.local_world_size)
     decoders = max(num_cores() // session.local_world_size, 1)
     featuriser = Featuriser(description, image_cache_bytes=pixels, decoders=decoders)
+    decide_compilation(config, data, featuriser, session)
     embedder = build_model(
         config,
         description,
@@ -111,6 +113,7 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         computes_on=session.device,
         compute_dtype=session.placement.compute_dtype,
         recompute=session.placement.recomputation.value,
+        compiles=session.placement.compilation.value,
         meta=session.builds_empty,
     )
     config = with_rate(config, embedder, session)
@@ -123,6 +126,7 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     scale, bias = embedder.initial_scale_and_bias() or (None, None)
     # The optimizer must see the parameters that `prepare` returns.
     model = session.prepare(embedder, description.layer_classes)
+    check_compiled(model, embedder, featuriser, some_inputs(data), session)
     loss = build_loss(
         config,
         mrl_dims=description.mrl_dims,

@@ -1,0 +1,53 @@
+"""FlashAttention 3 is used on Hopper where it is there, and never for a model with attention dropout."""
+
+from __future__ import annotations
+
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import pytest
+import torch
+
+from vembed.models import flash3
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "config", "said"),
+    [
+        ((9, 0), True, {"attention_dropout": 0.0}, None),
+        ((9, 0), True, {"text_config": {"attention_probs_dropout_prob": 0.1}}, "it has no attention dropout"),
+        ((9, 0), False, {}, "it is not installed"),
+        ((8, 0), True, {}, "it is for Hopper GPUs"),
+        ((10, 0), True, {}, "it is for Hopper GPUs"),
+    ],
+)
+def test_where_it_is_used(
+    capability: tuple[int, int],
+    installed: bool,
+    config: dict[str, Any],
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(flash3, "find_spec", lambda name: ModuleSpec(name, None) if installed else None)
+    reason = flash3.why_not(config, CUDA)
+    assert reason is None if said is None else (reason or "").startswith(said)
+
+
+def test_it_is_activated_once_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    activated: list[str] = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(
+        torch.nn.attention, "current_flash_attention_impl", lambda: activated[-1] if activated else None
+    )
+    assert not flash3.is_active()
+    flash3.activate()
+    flash3.activate()
+    assert activated == ["FA3"] and flash3.is_active()
+
+
+def test_cpus_have_other_kernels() -> None:
+    assert flash3.why_not({}, torch.device("cpu")) == "it is for Hopper GPUs"
+    assert not flash3.is_active()

@@ -1,0 +1,116 @@
+"""Image towers of vision-language models: attention over all images, and positions from collation, change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import tiny
+from tests.features.test_image_features import image, of_images
+from tests.models.families import Make, config_for
+from vembed.data.examples import Item
+from vembed.data.features import Featuriser
+from vembed.families.decisions import describe
+from vembed.models import packed_vision
+from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.image_positions import LONGEST, POSITIONS, VISION, token_positions
+
+SIZES = ((64, 64), (96, 64), (64, 128), (160, 64))
+MAKES = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_5_vl, tiny.tiny_qwen2_vl]
+
+
+def made(make: Make, **options: Any) -> tuple[EmbeddingModel, dict[str, Tensor]]:
+    """A model in float64, and the inputs of items with one image or two, of different sizes."""
+    config = config_for(make, mixed_precision="no", **options)
+    description = describe(config)
+    model = build_model(config, description).double().train()
+    images = [image(*size, seed=number) for number, size in enumerate(SIZES)]
+    items = [of_images(images[0]), of_images(images[1], text="red house"), of_images(images[2], images[3])]
+    featuriser = Featuriser(description)
+    batch = featuriser.collate(featuriser.features(items))  # type: ignore[arg-type]
+    return model, {name: one.double() if one.is_floating_point() else one for name, one in batch.items()}
+
+
+def published(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs from which the model computes everything by itself."""
+    return {name: one for name, one in batch.items() if name != POSITIONS and not name.startswith(VISION)}
+
+
+def results(model: EmbeddingModel, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    (output,) = model([("multimodal", batch)])
+    (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)).sum().backward()
+    return output.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_embeddings_and_gradients_are_those_of_the_published_model(make: Make) -> None:
+    model, batch = made(make)
+    tower = model.backbone.visual
+    assert tower.config._attn_implementation == packed_vision.IMPLEMENTATION
+    plain, own = made(make, attn_implementation="sdpa")
+    assert plain.backbone.visual.config._attn_implementation == "sdpa"
+    wanted, gradients = results(plain, published(own))
+    found, others = results(model, batch)
+    assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-9)
+    assert others.keys() == gradients.keys()
+    for name, one in gradients.items():
+        assert torch.allclose(others[name], one, rtol=1e-7, atol=1e-7 * float(one.abs().max() + 1e-9)), name
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_positions_are_those_of_the_published_model(make: Make) -> None:
+    model, batch = made(make)
+    wanted, _ = model.backbone.get_rope_index(
+        batch["input_ids"],
+        image_grid_thw=batch["image_grid_thw"],
+        attention_mask=batch["attention_mask"],
+        mm_token_type_ids=batch["mm_token_type_ids"],
+    )
+    real = batch["attention_mask"].bool()
+    assert torch.equal(batch[POSITIONS][:, real], wanted[:, real])
+    whole = token_positions(batch["mm_token_type_ids"][:1], None, batch["image_grid_thw"][:1], 2)
+    assert whole.shape == (3, *batch["mm_token_type_ids"][:1].shape)
+
+
+class Reads(TorchDispatchMode):
+    """Operations that would wait for a GPU: values that are read, and sizes that depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = ("_local_scalar_dense", "nonzero", "repeat_interleave.Tensor")
+        self.num_reads += any(name in str(func) for name in names)
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of(model: EmbeddingModel, batch: dict[str, Tensor]) -> int:
+    with Reads() as reads, torch.no_grad():
+        model([("multimodal", batch)])
+    return reads.num_reads
+
+
+def test_reads_from_the_device_do_not_grow_with_images_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = made(tiny.tiny_qwen3_vl)
+    assert batch[LONGEST].shape[0] == max((height // 16) * (width // 16) for width, height in SIZES)
+
+    def by_kernel(module: Any, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return query.transpose(1, 2), None  # a GPU's kernel reads nothing; that of CPUs cuts the row by the lengths
+
+    monkeypatch.setattr(packed_vision.packing, "attention", by_kernel)
+    own = reads_of(model, batch)
+    assert own < reads_of(model, published(batch)) / 3
+    # What is left is in the language model: the check of placeholders, and the layers that images are added to.
+    assert own <= 4 + 2 * len(model.backbone.config.vision_config.deepstack_visual_indexes)
+
+
+def test_texts_alone_need_no_images() -> None:
+    config = config_for(tiny.tiny_qwen3_vl)
+    featuriser = Featuriser(describe(config))
+    batch = featuriser.collate(featuriser.features([(Item(text="red"), "query")]))
+    assert POSITIONS not in batch

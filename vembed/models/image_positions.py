@@ -1,0 +1,87 @@
+"""Positions and lengths of images in a vision-language model, made at collation.
+
+The models of Transformers compute them in every forward pass from values that they read back from the device, image
+by image. On a GPU each of these reads waits until the device has caught up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+POSITIONS = "position_ids"
+"""Input key: [3, n, tokens], the time, height and width of each token."""
+VISION = "vision."
+"""Start of the input keys for the image tower alone."""
+LONGEST = f"{VISION}max_seqlen"
+"""Its number is the length of this empty tensor: a shape is known without reading from the device."""
+_WITH_POSITION_TABLE = "qwen3_vl"
+"""Model type whose image tower takes all of this."""
+
+_NEEDED = {
+    "get_vision_interpolation_indices_and_weights", "get_vision_attention_seqlens", "get_vision_cu_seqlens",
+    "get_vision_position_ids",
+}  # fmt: skip
+"""Functions of Transformers whose results its image tower takes as arguments."""
+
+
+def token_positions(is_image: Tensor, mask: Tensor | None, grid: Tensor, merge_size: int) -> Tensor:
+    """Return [3, n, tokens] positions: text counts on, an image spans rows and columns from where the text before it
+    ended. Padding has zeros.
+
+    `is_image`, `mask`: [n, tokens]; `grid`: [images, (time, height, width)] in patches.
+    """
+    images = iter((grid // torch.tensor([1, merge_size, merge_size])).tolist())
+    positions = np.zeros((3, *is_image.shape), dtype=np.int64)
+    for row, kinds in enumerate(is_image.numpy()):
+        places = np.arange(len(kinds)) if mask is None else np.flatnonzero(mask[row].numpy())
+        start = done = 0
+        for kind, run in groupby(kinds[places].tolist()):
+            count = len(list(run))
+            here = places[done : done + count]
+            if kind:
+                time, height, width = next(images)
+                axes = np.indices((time, height, width)).reshape(3, -1)
+                positions[:, row, here] = axes + start
+                start += max(height, width)
+            else:
+                positions[:, row, here] = np.arange(start, start + count)
+                start += count
+            done += count
+    return torch.from_numpy(positions)
+
+
+def tower_inputs(config: Mapping[str, Any], grid: Tensor) -> dict[str, Tensor]:
+    """Return what the image tower would compute from the grid; nothing for models whose tower computes it itself.
+
+    `config`: the values of the model's config.json.
+    """
+    if config.get("model_type") != _WITH_POSITION_TABLE or find_spec("transformers.vision_utils") is None:
+        return {}
+    from transformers import vision_utils
+
+    if not vars(vision_utils).keys() >= _NEEDED:  # an older version
+        return {}
+    vision: Mapping[str, Any] = config["vision_config"]
+    merge = int(vision["spatial_merge_size"])
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        grid,
+        num_grid_per_side=int(vision["num_position_embeddings"] ** 0.5),
+        mode="bilinear",
+        align_corners=True,
+        spatial_merge_size=merge,
+    )
+    longest = int((grid[:, 1] * grid[:, 2]).max())
+    return {
+        f"{VISION}cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
+        f"{VISION}position_ids": vision_utils.get_vision_position_ids(grid, merge),
+        f"{VISION}interp_indices": indices,
+        f"{VISION}interp_weights": weights,
+        LONGEST: torch.empty(longest, 0),
+    }
