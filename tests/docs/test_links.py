@@ -10,13 +10,14 @@ import yaml
 
 from tests.docs.pages import PAGES, ROOT, anchors, links, spans, text_of
 from vembed.config.aliases import BLOCKS, target_of
+from vembed.config.negatives import EpochMining
 from vembed.data.columns import COLUMNS
 from vembed.mining.config import AuditConfig, GenerateConfig, MineConfig
 from vembed.tools.options_page import options_page
 
 NO_OPTIONS = {"compute_device", "num_processes", "kind", "restartPolicy"}
 """Keys in spans such as `compute_device: gpu` that are not options of ours."""
-MINING_OPTIONS = {name for kind in (MineConfig, AuditConfig, GenerateConfig) for name in kind.model_fields}
+MINING_OPTIONS = {name for kind in (MineConfig, AuditConfig, GenerateConfig, EpochMining) for name in kind.model_fields}
 """Options of the data engine."""
 
 
