@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.models.families import (
 )
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
+from vembed.families import backbones
 from vembed.families.decisions import describe
 from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.families.facts import published_prompts
@@ -253,3 +255,18 @@ def test_folders_that_are_no_models_are_said(tmp_path):
     tiny.write_json(tmp_path / "config.json", {"model_type": "llava"})
     with pytest.raises(UserError, match="vision-language model"):
         describe(TrainConfig(model_name=str(tmp_path), data_path=[]))
+
+
+def test_a_folder_is_read_once_and_again_when_its_files_change(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.shared(tiny.tiny_bert), folder)
+    config, read = TrainConfig(model_name=str(folder), data_path="d"), []
+    original = backbones._read_shape
+    monkeypatch.setattr(backbones, "_read_shape", lambda *given: read.append(given) or original(*given))
+    assert describe(config) == describe(config)
+    assert len(read) == 1
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights.replace(b'"shape":[32', b'"shape":[16', 1))
+    with pytest.raises(UserError, match=r"of the shape \[16.* does not fit"):
+        describe(config)
+    assert len(read) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -150,10 +151,29 @@ def image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[Pooling, str]
     return "cls", "the image's class token, by family"
 
 
+_shapes: dict[tuple[object, ...], Shape] = {}
+"""Shapes by model class, family, settings and files: a run asks several times, and a large model takes seconds."""
+
+
 def shape_of(folder: Path, config: PretrainedConfig, family: Family, *, trust_remote_code: bool) -> Shape:
     """Return sizes and layer classes, read from a model on the meta device. Raise UserError unless the headers of the
     folder's weights fit it."""
     chosen = model_class(config, trust_remote_code=trust_remote_code)
+    if isinstance(config, OwnConfig):  # whose class may change while its name stays
+        return _read_shape(folder, chosen, config, family)
+    key = (chosen, family.name, repr(sorted(config.to_dict().items(), key=str)), _files_of(folder))
+    if key not in _shapes:
+        _shapes[key] = _read_shape(folder, chosen, config, family)
+    return _shapes[key]
+
+
+def _files_of(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return path, size and modification time of each file of a folder."""
+    found = [(one.path, one.stat()) for one in os.scandir(folder) if one.is_file()]
+    return tuple(sorted((path, status.st_size, status.st_mtime_ns) for path, status in found))
+
+
+def _read_shape(folder: Path, chosen: type[PreTrainedModel], config: PretrainedConfig, family: Family) -> Shape:
     try:
         # The constructor of an own model may compute with its buffers.
         with init_empty_weights() if isinstance(config, OwnConfig) else torch.device("meta"):
