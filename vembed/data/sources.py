@@ -309,7 +309,7 @@ def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Pat
             raise UserError(
                 f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
             )
-        if time.monotonic() - began >= CACHE_AFTER_SECONDS:
+        if time.monotonic() - began >= CACHE_AFTER_SECONDS or len(reader.parts()) > 1:
             kept.save(index)
     if index.labels is not None and role == "validation":
         raise UserError(

@@ -52,13 +52,19 @@ SAMPLED = 64
 
 @contextmanager
 def main_first(session: Session) -> Iterator[None]:
-    """Run the with-block on rank 0 before the other ranks, which then find in the cache what it has read. A
-    UserError on rank 0 is raised on all ranks."""
+    """Run the with-block on rank 0 before the other ranks, which then find in the cache what it has read; on another
+    machine, whose cache may be another, on its first rank before the others. A UserError on rank 0 is raised on all
+    ranks."""
     if not session.is_main:
         mistake = collectives.broadcast_json(None)
         if mistake is not None:
             raise UserError(mistake)
-        yield
+        if session.local_rank == 0:
+            yield
+            session.barrier()
+        else:
+            session.barrier()
+            yield
         return
     try:
         yield
@@ -66,6 +72,7 @@ def main_first(session: Session) -> Iterator[None]:
         collectives.broadcast_json(str(error))
         raise
     collectives.broadcast_json(None)
+    session.barrier()
 
 
 def open_data(config: TrainConfig, session: Session) -> RunData:

@@ -1,0 +1,184 @@
+"""python -m tests.stress.machines: runs over several machines: network namespaces with addresses of their own.
+
+Each machine has a link of 1 Gbit/s that delays what it sends by 20 ms, where the kernel can do that. Each is started by
+the command of docs/multi-node.md; one is killed and all are started again; losses and weights are those of one process.
+Needs root on Linux, `ip` and `tc`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.stress.chaos import compare, finish, last_step, start_run, wait_for_steps, write_run
+
+NUM_STEPS = 8
+KILLED_AFTER = 3
+SECONDS_TO_NOTICE = 90.0
+LINK = ("netem", "delay", "20ms", "rate", "1gbit")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: machines, processes of each, and options."""
+
+    name: str
+    machines: int
+    nproc: int
+    options: tuple[str, ...]
+
+
+ROWS = (
+    Row("ddp-2", 2, 1, ("strategy=ddp",)),
+    Row("ddp-3", 3, 1, ("strategy=ddp", "loss_exchange=ring")),
+    Row("fsdp2-2", 2, 1, ("strategy=fsdp", "fsdp_version=2")),
+    Row("fsdp2-3", 3, 1, ("strategy=fsdp", "fsdp_version=2")),
+    Row("hsdp-2", 2, 2, ("strategy=fsdp", "fsdp_version=2", "fsdp_sharding_strategy=HYBRID_SHARD")),
+)
+
+
+def why_not() -> str | None:
+    """Return why this machine cannot play several, or None."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
+    if missing := [one for one in ("ip", "tc") if shutil.which(one) is None]:
+        return f"{missing[0]} is not installed"
+    try:
+        with namespaces(1):
+            return None
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode().strip() or error.returncode
+        return f"network namespaces are not permitted here ({' '.join(error.cmd)}: {said})"
+
+
+@contextmanager
+def namespaces(count: int) -> Iterator[list[str]]:
+    """Lay out machines 10.77.0.1, 10.77.0.2, ... on one switch, and give the names of their namespaces."""
+    hub = f"vembed-{os.getpid()}-hub"
+    names = [f"vembed-{os.getpid()}-{number}" for number in range(count)]
+    made: list[str] = []
+    try:
+        for name in (hub, *names):
+            run("ip", "netns", "add", name)
+            made.append(name)
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        run("ip", "-n", hub, "link", "add", "switch", "type", "bridge")
+        run("ip", "-n", hub, "link", "set", "switch", "up")
+        for number, name in enumerate(names):
+            run("ip", "-n", hub, "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            run("ip", "-n", hub, "link", "set", f"port{number}", "master", "switch", "up")
+            run("ip", "-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
+            run("ip", "-n", name, "link", "set", "eth0", "up")
+            if has_delay():
+                run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", *LINK)
+        yield names
+    finally:
+        for name in reversed(made):
+            run("ip", "netns", "delete", name)
+
+
+@cache
+def has_delay() -> bool:
+    """Return whether this kernel can delay packets; without it the links are those of the machine."""
+    name = f"vembed-{os.getpid()}-probe"
+    run("ip", "netns", "add", name)
+    try:
+        run("ip", "-n", name, "link", "add", "one", "type", "veth", "peer", "name", "two")
+        run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "one", "root", *LINK)
+    except subprocess.CalledProcessError as error:
+        print(f"links without delay: {error.stderr.decode().strip()} (tc qdisc ... {' '.join(LINK)})", flush=True)
+        return False
+    finally:
+        run("ip", "netns", "delete", name)
+    return True
+
+
+def run(*words: str) -> None:
+    """Run a command; CalledProcessError has what it said."""
+    subprocess.run(words, check=True, capture_output=True)
+
+
+def start(names: Sequence[str], config: Path, output: Path, row: Row) -> list[subprocess.Popen[bytes]]:
+    """Start every machine by the command of the docs."""
+    machines = []
+    for number, name in enumerate(names):
+        command = [
+            "ip", "netns", "exec", name, sys.executable, "-m", "vembed", "train", str(config), f"output_dir={output}",
+            "--num-machines", str(row.machines), "--machine-rank", str(number), "--main-process-ip", "10.77.0.1",
+            "--run-id", "friday", "--nproc", str(row.nproc), *row.options, "dist_timeout_minutes=2",
+        ]  # fmt: skip
+        with (output.parent / f"{output.name}-{number}.txt").open("ab") as console:
+            machines.append(
+                subprocess.Popen(
+                    command,
+                    stdout=console,
+                    stderr=console,
+                    cwd=output.parent,
+                    start_new_session=True,
+                    env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+                )
+            )
+    return machines
+
+
+def kill_machine(name: str) -> None:
+    """End every process of a machine at once, as a power failure does."""
+    found = subprocess.run(["ip", "netns", "pids", name], check=True, capture_output=True, text=True)
+    for pid in found.stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
+
+
+def train(row: Row, folder: Path, config: Path, whole: Path) -> None:
+    """Train over the machines of a row, kill the last one, start all again, and compare with one process."""
+    output = folder / row.name
+    with namespaces(row.machines) as names:
+        machines = start(names, config, output, row)
+        wait_for_steps(machines[0], output, KILLED_AFTER)
+        assert machines[0].poll() is None, (folder / f"{row.name}-0.txt").read_text()[-3000:]
+        kill_machine(names[-1])
+        began = time.monotonic()
+        for machine in machines:
+            machine.wait(timeout=SECONDS_TO_NOTICE)
+        noticed = time.monotonic() - began
+        assert machines[0].returncode not in (0, 2), "the others end with an error"
+        reached = last_step(output)
+        for number, machine in enumerate(start(names, config, output, row)):
+            code = machine.wait(timeout=600)
+            assert code == 0, (folder / f"{row.name}-{number}.txt").read_text()[-3000:]
+    print(f"{row.name}: killed after step {reached}, noticed in {noticed:.0f} s; ", end="")
+    compare(whole, output)
+
+
+def all_rows(folder: Path, rows: Sequence[Row]) -> None:
+    """Train every row, and one process to compare with."""
+    config = write_run(folder, NUM_STEPS)
+    whole = folder / "whole"
+    finish(start_run(config, whole, 1, "ddp"))
+    for row in rows:
+        train(row, folder, config, whole)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Run the rows that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", nargs="*", choices=[*(one.name for one in ROWS), []], default=[])
+    arguments = parser.parse_args(words)
+    if (reason := why_not()) is not None:
+        raise SystemExit(reason)
+    with tempfile.TemporaryDirectory(prefix="vembed-machines-") as name:
+        all_rows(Path(name), [one for one in ROWS if not arguments.rows or one.name in arguments.rows])
+
+
+if __name__ == "__main__":
+    main()
