@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,20 +34,18 @@ def gather_columns(columns: Mapping[str, Column], device: torch.device) -> dict[
     widths = [math.prod(column.values.shape[1:]) for column in columns.values()]
     for name, column in columns.items():
         assert len(column.values) == column.counts[rank], (name, len(column.values), column.counts[rank])
-    # sizes[r, c]: numbers of rank r in column c.
-    counts = torch.tensor([column.counts for column in columns.values()], dtype=torch.int64)
-    sizes = (counts * torch.tensor(widths)[:, None]).T
+    # sizes[r, c]: numbers of rank r in column c. On the host: reading a number from the device would wait for it.
+    counts = np.array([column.counts for column in columns.values()], dtype=np.int64)
+    sizes = (counts * np.array(widths)[:, None]).T
     per_rank = sizes.sum(1)
     gathered = collectives.all_gather_rows(to_device(torch.cat(flat), device), per_rank.tolist())
     # starts[r, c]: where the numbers of rank r in column c begin. No loop over ranks: there may be a thousand.
-    starts = (per_rank.cumsum(0) - per_rank)[:, None] + sizes.cumsum(1) - sizes
+    starts = (per_rank.cumsum() - per_rank)[:, None] + sizes.cumsum(1) - sizes
     found = {}
     for number, (name, column) in enumerate(columns.items()):
         size = sizes[:, number]
-        total = int(size.sum())
-        shift = starts[:, number] - (size.cumsum(0) - size)
-        places = torch.arange(total, device=device) + torch.repeat_interleave(
-            to_device(shift, device), to_device(size, device), output_size=total
-        )
-        found[name] = gathered[places].view(column.values.dtype).reshape(-1, *column.values.shape[1:])
+        shift = starts[:, number] - (size.cumsum() - size)
+        places = np.arange(size.sum()) + np.repeat(shift, size)
+        values = gathered[to_device(torch.from_numpy(places), device)]
+        found[name] = values.view(column.values.dtype).reshape(-1, *column.values.shape[1:])
     return found
