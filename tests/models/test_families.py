@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -265,8 +266,6 @@ def test_a_folder_is_read_once_and_again_when_its_files_change(tmp_path, monkeyp
     monkeypatch.setattr(backbones, "_read_shape", lambda *given: read.append(given) or original(*given))
     assert describe(config) == describe(config)
     assert len(read) == 1
-    weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(weights.replace(b'"shape":[32', b'"shape":[16', 1))
-    with pytest.raises(UserError, match=r"of the shape \[16.* does not fit"):
-        describe(config)
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    describe(config)
     assert len(read) == 2
