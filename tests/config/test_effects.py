@@ -185,6 +185,7 @@ SCORED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "hardness_alpha": ({}, {"hardness_alpha": 2.0}),
     "focal_gamma": ({}, {"focal_gamma": 2.0}),
     "mix_negatives": ({}, {"mix_negatives": 2}),
+    "quantize_embeddings": ({}, {"quantize_embeddings": "binary"}),
 }
 
 

@@ -236,6 +236,9 @@ class LossOptions(Frozen, title="loss"):
     """loss: infonce: a row whose positive has the probability p counts (1 - p) ** focal_gamma times."""
     mix_negatives: NonNegativeInt = 0
     """loss: infonce: so many further hard negatives per example, each mixed from two of its own."""
+    quantize_embeddings: Literal["int8", "binary"] | None = None
+    """Train for vectors that are stored in int8 or as bits: the loss is the mean of that of the float embeddings and
+    that of the stored ones, straight-through, at every size of `mrl_dims`. Evaluations score all stored forms too."""
     teachers: list[str | Teacher] | None = None
     """Models that teach: embedding models or rerankers, each a Hub name, a folder, or an entry with its own prompts."""
     teacher: str | None = None

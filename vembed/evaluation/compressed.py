@@ -44,8 +44,13 @@ def compressed_scores(
         }
         for form, rankings in found.items():
             _, values = score_rankings(rankings, data.relevance, [K])
-            scores[f"compressed/{form}/{dim}/ndcg@{K}"] = float(values[:, 0].mean())
+            scores[compressed_name(form, dim)] = float(values[:, 0].mean())
     return scores
+
+
+def compressed_name(form: str, dim: int) -> str:
+    """Return the name of the score of a stored form at a size."""
+    return f"compressed/{form}/{dim}/ndcg@{K}"
 
 
 def bytes_per_document(form: str, dim: int) -> int:

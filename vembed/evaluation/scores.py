@@ -16,7 +16,7 @@ from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.evaluation.compressed import compressed_scores
+from vembed.evaluation.compressed import FORMS, compressed_name, compressed_scores
 from vembed.evaluation.dataset import EvalData, RetrievalData, ScoredPairs, Task, open_eval_data
 from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.retrieval import retrieval_metrics
@@ -179,6 +179,8 @@ def check_metric(config: TrainConfig, data: EvalData, description: ModelDescript
         names = ["spearman", "pearson"]
     full = description.truncate_dim or description.embedding_dim
     names += [f"dim{dim}/{name}" for dim in description.mrl_dims if dim <= full for name in names]
+    if config.quantize_embeddings is not None and isinstance(data, RetrievalData):
+        names += [compressed_name(form, dim) for form in FORMS for dim in sorted({full, *description.mrl_dims})]
     if config.eval_metric not in ("auto", *names):
         near = nearest(config.eval_metric, names)
         hint = f"; did you mean {near!r}?" if near else ""

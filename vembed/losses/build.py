@@ -11,6 +11,7 @@ from vembed.config.terms import READS, followed_teacher, has_tasks, loss_terms, 
 from vembed.losses.batch import EmbeddingLoss, NoLoss
 from vembed.losses.by_source import LossBySource
 from vembed.losses.circle import Circle
+from vembed.losses.compressed_vectors import CompressedVectors
 from vembed.losses.distillation import BatchDivergence, Relational, SpreadOut
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.listed import ListedDivergence, Listwise, MarginError, RankNet, ScoreError
@@ -50,11 +51,16 @@ def build_loss(
             config.temperature, 1 / start_scale, 1 / start_scale,
         )  # fmt: skip
     sizes = _Sizes(dims, embedding_dim, teacher_dims or {})
+    loss: EmbeddingLoss
     if has_tasks(config):
         configs, numbers = source_configs(config), task_numbers(config)
         tasks = {number: _sum(configs[number], sizes, start_scale, start_bias) for number in dict.fromkeys(numbers)}
-        return LossBySource([tasks[number] for number in numbers])
-    return _sum(config, sizes, start_scale, start_bias)
+        loss = LossBySource([tasks[number] for number in numbers])
+    else:
+        loss = _sum(config, sizes, start_scale, start_bias)
+    if config.quantize_embeddings is None:
+        return loss
+    return CompressedVectors(loss, config.quantize_embeddings, cosine=config.similarity == "cosine")
 
 
 def _sum(config: TrainConfig, sizes: _Sizes, start_scale: float | None, start_bias: float | None) -> EmbeddingLoss:

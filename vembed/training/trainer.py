@@ -20,6 +20,7 @@ from vembed.distributed.memory import fsdp_print_memory_usage
 from vembed.distributed.parameters import log_parameter_summary
 from vembed.distributed.session import Session
 from vembed.errors import Stopped
+from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
 from vembed.progress import duration
@@ -240,6 +241,7 @@ class Trainer:
                     between=self.interrupts.check,
                     kept=towers if towers.stores else None,
                     queries=queries,
+                    compressed=config.quantize_embeddings is not None and isinstance(data, RetrievalData),
                 )
         except EvaluationStopped:
             raise self.stopped() from None

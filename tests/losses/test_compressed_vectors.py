@@ -1,0 +1,83 @@
+"""quantize_embeddings against its definition in float64: values, straight-through gradients, ranks, sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.losses.batches import SIZES, assert_close, config_of, gradients, make_batch
+from tests.losses.test_ranks import rank_batches
+from vembed.inference.quantization import quantized
+from vembed.losses.build import build_loss
+from vembed.losses.compressed_vectors import StoredForm, as_stored
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"use_mrl": True, "mrl_dims": [4, 12], "learn_temperature": True},
+    {"losses": [{"loss": "infonce"}, {"loss": "spread_out", "weight": 0.5}]},
+    {"similarity": "dot"},
+    {"loss": "cosent"},
+]
+
+
+def stored(vectors: Tensor, form: StoredForm) -> Tensor:
+    """The definition, row by row."""
+    unit = vectors / vectors.norm(dim=1, keepdim=True)
+    if form == "binary":
+        signs = torch.tensor([[1.0 if value > 0 else -1.0 for value in row] for row in unit.tolist()]).double()
+        return signs / unit.shape[1] ** 0.5
+    levels = torch.from_numpy(quantized(unit.numpy(), "uint8").astype(np.float64))
+    low, high = unit.min(0).values, unit.max(0).values
+    return low + (levels + 0.5) * (high - low) / 255
+
+
+@pytest.mark.parametrize("form", ["int8", "binary"])
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_value_and_gradient(options: dict[str, Any], form: StoredForm) -> None:
+    batch = make_batch(8, max_positives=2, num_contents=30)
+    loss = build_loss(config_of(**options, quantize_embeddings=form), **SIZES).double()
+    plain = build_loss(config_of(**options), **SIZES).double()
+    plain.load_state_dict({name.removeprefix("inner."): value for name, value in loss.state_dict().items()})
+    (found,) = gradients(loss(batch), batch.embeddings)
+
+    given = batch.embeddings.detach()
+    lengths = given.norm(dim=1, keepdim=True)
+    unit, leaf = given / lengths, stored(given, form)
+    if options.get("similarity") == "dot":
+        leaf = leaf * lengths
+    leaf = leaf.requires_grad_()
+    of_stored = plain(replace(batch, embeddings=leaf))
+    (through,) = gradients(of_stored, leaf)
+    if options.get("similarity") != "dot":  # the derivative of the normalisation
+        through = (through - unit * (unit * through).sum(1, keepdim=True)) / lengths
+    as_is = plain(batch)
+    (own,) = gradients(as_is, batch.embeddings)
+    assert_close(loss(batch), 0.5 * (as_is + of_stored), 1e-12, "loss", 1.0)
+    assert_close(found, 0.5 * (own + through), 1e-11, "gradient", 1.0)
+
+
+@pytest.mark.parametrize("form", ["int8", "binary"])
+def test_shares_of_ranks_add_up(form: StoredForm) -> None:
+    batch = make_batch(10, max_positives=2, num_contents=40)
+    loss = build_loss(config_of(use_mrl=True, mrl_dims=[4, 12], quantize_embeddings=form)).double()
+    whole = loss(batch)
+    shares = [loss(part) for part in rank_batches(batch, [2, 3, 7])]
+    assert_close(torch.stack(shares).sum(), whole, 1e-12, "loss", 1.0)
+    (wanted,) = gradients(whole, batch.embeddings)
+    parts = [gradients(share, batch.embeddings)[0] for share in shares]
+    assert_close(torch.stack(parts).sum(0), wanted, 1e-11, "gradient", 1.0)
+
+
+def test_every_size_of_signs_and_extremes() -> None:
+    vectors = torch.tensor([[3.0, -1.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0], [1e-30, -5.0, 1e30, -1e-9]]).double()
+    found = as_stored(vectors, "binary", cosine=True)
+    assert (found > 0).tolist() == (vectors > 0).tolist() and torch.isfinite(found).all()
+    np.testing.assert_allclose(found.norm(dim=1), 1.0)
+    for form in ("int8", "binary"):
+        same = as_stored(torch.ones(3, 4).double(), form, cosine=False)  # type: ignore[arg-type]
+        np.testing.assert_allclose(same, 1.0), "coordinates without a range keep their value"
