@@ -157,6 +157,10 @@ def encode(
     precision: Annotated[
         str, typer.Option(help="Of the vectors: float32, int8, uint8, binary or ubinary (one bit per coordinate).")
     ] = "float32",
+    ranges: Annotated[
+        str | None,
+        typer.Option(help="int8, uint8: NAME.ranges.npy of an earlier file, so that levels mean the same in both."),
+    ] = None,
     image_root: ImageRoot = None,
     batch_tokens: BatchTokens = None,
     torch_dtype: WeightsDtype = "auto",
@@ -191,6 +195,7 @@ def encode(
                 truncate_dim=truncate_dim,
                 normalize=normalize,
                 column=column,
+                ranges=ranges,
                 keep=[one.strip() for one in keep.split(",") if one.strip()],
                 batch_tokens=batch_tokens,
                 image_root=image_root,

@@ -291,3 +291,24 @@ def test_vectors_in_fewer_bits(texts, tmp_path, monkeypatch):
     run_encode(folder, str(texts), str(tmp_path / "small.parquet"), precision="ubinary")
     found = np.stack(pq.read_table(tmp_path / "small.parquet")["embedding"].to_numpy())
     np.testing.assert_array_equal(found, quantized(full, "ubinary"))
+
+
+def test_ranges_are_saved_and_taken_again(texts, tmp_path):
+    """Levels of a second file mean what those of the first do."""
+    folder = str(shared(tiny_bert_st))
+    done = run_encode(folder, str(texts), str(tmp_path / "first.npy"), precision="int8")
+    ranges = np.load(tmp_path / "first.ranges.npy")
+    assert done.ranges == tmp_path / "first.ranges.npy" and ranges.shape == (2, done.num_dims)
+    one = tmp_path / "one.txt"
+    one.write_text("red\n")
+    run_encode(folder, str(one), str(tmp_path / "one.npy"), precision="int8", ranges=str(tmp_path / "first.ranges.npy"))
+    full = vembed.Embedder(folder).encode(["red"])
+    np.testing.assert_array_equal(np.load(tmp_path / "one.npy"), quantized(full, "int8", ranges))
+    again = vembed.Embedder(folder).encode(["red"], precision="int8", ranges=ranges)
+    np.testing.assert_array_equal(again, np.load(tmp_path / "one.npy"))
+    np.save(tmp_path / "other.npy", ranges[:, :4])
+    for given, said in (("other.npy", "is needed"), ("first.npy", "has the shape"), ("none.npy", "cannot be read")):
+        with pytest.raises(UserError, match=said):
+            run_encode(folder, str(one), str(tmp_path / "x.npy"), precision="int8", ranges=str(tmp_path / given))
+    with pytest.raises(UserError, match="goes with --precision int8"):
+        run_encode(folder, str(one), str(tmp_path / "x.npy"), ranges=str(tmp_path / "first.ranges.npy"))

@@ -1,4 +1,4 @@
-"""compressed_scores(): nDCG@10 of documents in float, int8 and binary, each embedding size, with bytes per document."""
+"""compressed_scores(): nDCG@10 of documents in float, int8 and binary, each embedding size."""
 
 from __future__ import annotations
 
@@ -51,11 +51,6 @@ def compressed_scores(
 def compressed_name(form: str, dim: int) -> str:
     """Return the name of the score of a stored form at a size."""
     return f"compressed/{form}/{dim}/ndcg@{K}"
-
-
-def bytes_per_document(form: str, dim: int) -> int:
-    """Return the bytes of one stored document."""
-    return {"float32": 4 * dim, "int8": dim}.get(form, -(-dim // 8))
 
 
 def _restored(documents_ND: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ from vembed.errors import UserError
 from vembed.families.table import Pooling
 from vembed.inference.encoding import default_budget, encode_items, first_dims
 from vembed.inference.quantization import Precision as VectorPrecision
-from vembed.inference.quantization import quantized
+from vembed.inference.quantization import checked_ranges, quantized
 from vembed.models.bf16 import keep_copies
 from vembed.models.embedding_model import load_embedder
 from vembed.models.hidden_states import HiddenStates
@@ -128,6 +128,7 @@ class Embedder:
         normalize: bool | None = None,
         normalize_embeddings: bool | None = None,
         precision: VectorPrecision = "float32",
+        ranges: np.ndarray | None = None,
         convert_to_tensor: bool = False,
         show_progress: bool = False,
         show_progress_bar: bool = False,
@@ -136,10 +137,11 @@ class Embedder:
 
         `kind` chooses the prompt, and `prompt` gives another one. `normalize_embeddings` and `show_progress_bar` are
         the names that Sentence Transformers has for `normalize` and `show_progress`. `precision`: float32, int8,
-        uint8, binary or ubinary. `convert_to_tensor`: a torch tensor on the model's device. `batch_size` limits the
-        inputs per forward pass, which their padded length limits
-        too. `normalize`: true normalises each vector after truncation, false returns the model's output. By default the
-        values equal those of Sentence Transformers: normalised if the model says so, then cut by `truncate_dim`.
+        uint8, binary or ubinary; `ranges` [2, d] for int8 and uint8: the lowest and highest value of each coordinate,
+        by default those of these inputs. `convert_to_tensor`: a torch tensor on the model's device. `batch_size` limits
+        the inputs per forward pass, which their padded length limits too. `normalize`: true normalises each vector
+        after truncation, false returns the model's output. By default the values equal those of Sentence Transformers:
+        normalised if the model says so, then cut by `truncate_dim`.
         """
         if kind not in ("query", "document"):
             raise UserError(f"kind is {kind!r}; give query or document")
@@ -160,7 +162,9 @@ class Embedder:
                 progress=progress,
             )
         wanted = normalize if normalize_embeddings is None else normalize_embeddings
-        vectors = quantized(self.finish(full, self._checked(truncate_dim) or self.truncate_dim, wanted), precision)
+        finished = self.finish(full, self._checked(truncate_dim) or self.truncate_dim, wanted)
+        limits = None if ranges is None else checked_ranges(ranges, finished.shape[1])
+        vectors = quantized(finished, precision, limits)
         found = vectors[0] if single else vectors
         if convert_to_tensor:
             tensor: Any = torch.from_numpy(found).to(self.device)

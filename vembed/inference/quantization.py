@@ -17,6 +17,28 @@ def ranges_of(vectors_ND: np.ndarray) -> np.ndarray:
     return np.stack([vectors_ND.min(axis=0), vectors_ND.max(axis=0)]).astype(np.float32)
 
 
+def read_ranges(path: str, dim: int) -> np.ndarray:
+    """Read ranges from a .npy file. Raise UserError unless they are those of `dim` coordinates."""
+    try:
+        found: np.ndarray = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"ranges: {path} cannot be read as a .npy file: {error}") from error
+    return checked_ranges(found, dim, path)
+
+
+def checked_ranges(ranges_2D: np.ndarray, dim: int, name: str = "ranges") -> np.ndarray:
+    """Return ranges as [2, dim] float32. Raise UserError for other shapes and for values that are no ranges."""
+    given: np.ndarray = np.asarray(ranges_2D)
+    if given.shape != (2, dim) or not np.issubdtype(given.dtype, np.floating):
+        raise UserError(
+            f"{name} has the shape {list(given.shape)}, and [2, {dim}] is needed: the lowest and the highest value of "
+            "each coordinate, as `vembed encode --precision int8` writes them beside the vectors"
+        )
+    if not np.isfinite(given).all() or (given[0] > given[1]).any():
+        raise UserError(f"{name} has a lowest value above the highest one, or a value that is not finite")
+    return given.astype(np.float32)
+
+
 def quantized(vectors_ND: np.ndarray, precision: Precision, ranges_2D: np.ndarray | None = None) -> np.ndarray:
     """Return the vectors in a precision. int8 and uint8 take the range of each coordinate from `ranges_2D`, and values
     beyond it are cut off; without, from these vectors. binary and ubinary keep one bit per coordinate, eight in a

@@ -47,6 +47,9 @@ class Page:
     all_scores: Table
     dims: Table | None
     dims_svg: str
+    stored: Table | None
+    """Scores of documents in int8 and as bits, where they were measured."""
+    stored_svg: str
     scores_svg: str
     """Plot of the deciding metric over the run; empty with only a before and an after."""
     figures: Sequence[Figure]
@@ -144,6 +147,7 @@ def render(page: Page) -> str:
         _warnings(page.warnings),
         _scores(page),
         _dims(page),
+        _stored(page),
         _section("Queries that got better", queries_html(page.better)) if page.better else "",
         _section("Queries that got worse", queries_html(page.worse)) if page.worse else "",
         _section("Over time", _figures(page.figures)) if page.figures else "",
@@ -209,6 +213,12 @@ def _dims(page: Page) -> str:
         return ""
     plot = f"<div>{page.dims_svg}</div>" if page.dims_svg else ""
     return _section(f"{page.label} by number of dimensions", f'<div class="pair">{table_html(page.dims)}{plot}</div>')
+
+
+def _stored(page: Page) -> str:
+    if page.stored is None:
+        return ""
+    return _section("Stored vectors", f'<div class="pair">{table_html(page.stored)}<div>{page.stored_svg}</div></div>')
 
 
 def _figures(figures: Sequence[Figure]) -> str:

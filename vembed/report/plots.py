@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -56,6 +56,28 @@ def dims_svg(dims: Sequence[int], before: Sequence[float] | None, after: Sequenc
     highest = max(values[0] for _, values, _ in both)
     plot.notes = [(0.0, values[0], name, colour, values[0] == highest) for name, values, colour in both]
     return plot.svg(f"{label} by number of dimensions")
+
+
+def stored_svg(points: Mapping[str, Sequence[tuple[int, int, float]]], label: str) -> str:
+    """Return a plot of a metric by bytes per document, a line for each stored form of (size, bytes, value). Each tick
+    is twice the one before."""
+    looks = {
+        "float32": (INK, False),
+        "int8": (BEFORE, False),
+        "binary": (ACCENT, True),
+        "binary_rescored": (ACCENT, False),
+    }
+    lines, notes = [], []
+    for form, found in points.items():
+        colour, is_dashed = looks[form]
+        places, values = [math.log2(size) for _, size, _ in found], [value for _, _, value in found]
+        lines.append(_Line(places, values, colour, is_dashed=is_dashed, dot=2.0))
+        if found:
+            notes.append((places[-1], values[-1], form.replace("_", ", "), colour, not is_dashed))
+    plot = _Plot(lines, "bytes per document", "{:.2f}".format, margin_x=0.12, margin_y=0.22, notes=notes)
+    sizes = sorted({size for found in points.values() for _, size, _ in found})
+    plot.ticks_x = [(math.log2(size), f"{size:,d}") for size in sizes if math.log2(size) == int(math.log2(size))]
+    return plot.svg(f"{label} by bytes per document")
 
 
 def evaluations_svg(steps: Sequence[int], values: Sequence[float], label: str, final_step: int | None) -> str:

@@ -11,9 +11,10 @@ import yaml
 
 from vembed.progress import duration
 from vembed.report.page import Figure, Page, render
-from vembed.report.plots import Curve, curve_svg, dims_svg, evaluations_svg
+from vembed.report.plots import Curve, curve_svg, dims_svg, evaluations_svg, stored_svg
 from vembed.report.query_changes import NO_DIFFERENCE, Changed, Comparison, Interval, compare_queries
 from vembed.report.record import TABLE, RunRecord, Table, metric_name, read_run, short_name
+from vembed.report.stored_forms import points, rows_of
 from vembed.report.thumbnails import thumbnail
 from vembed.saving.durability import replace_text
 
@@ -102,6 +103,12 @@ def dims_table(record: RunRecord) -> Table:
         kept = f"{new / full:.1%}" if new is not None and full else ""
         rows.append((str(dim), number(old), number(new), change(old, new), kept))
     return Table(("dims", "before", "after", "change", "of full size"), tuple(rows))
+
+
+def stored_table(record: RunRecord) -> Table | None:
+    """Return a table of documents in int8 and as bits; None if they were not scored."""
+    rows = rows_of(record.after)
+    return Table(("vectors", "size", "bytes", "nDCG@10", "of float32"), tuple(rows)) if rows else None
 
 
 def number(value: float | None) -> str:
@@ -246,6 +253,8 @@ def html(record: RunRecord, found: Comparison | None) -> str:
             all_scores=score_table(record),
             dims=dims_table(record) if record.dims else None,
             dims_svg=_dims_svg(record),
+            stored=stored_table(record),
+            stored_svg=stored_svg(points(record.after), "nDCG@10") if stored_table(record) else "",
             scores_svg=_evaluations_svg(record),
             figures=figures,
             facts=facts(record),
@@ -278,6 +287,9 @@ def markdown(record: RunRecord, found: Comparison | None) -> str:
                 parts += [f"## Queries that got {title}", _markdown_table(changed_table(changed))]
     if record.dims:
         parts += [f"## {metric_name(key)} by number of dimensions", _markdown_table(dims_table(record))]
+    stored = stored_table(record)
+    if stored is not None:
+        parts += ["## Stored vectors", _markdown_table(stored)]
     parts += ["## Run", "\n".join(f"- {name}: {value.replace(chr(10), '; ')}" for name, value in facts(record))]
     settings = yaml.safe_dump(record.changed_settings(), sort_keys=False, allow_unicode=True)
     parts += ["## Settings", f"What differs from the defaults:\n\n```yaml\n{short_paths(settings)}```"]

@@ -8,19 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from vembed.evaluation.compressed import FORMS, bytes_per_document
-
-NAMES = {"float32": "float32", "int8": "int8", "binary": "binary", "binary_rescored": "binary, rescored"}
-
-
-def points(scores: Mapping[str, float]) -> dict[str, list[tuple[int, int, float]]]:
-    """Return form -> (size, bytes per document, nDCG@10), smallest first."""
-    found: dict[str, list[tuple[int, int, float]]] = {form: [] for form in FORMS}
-    for key, value in scores.items():
-        if key.startswith("compressed/"):
-            _, form, dim, _ = key.split("/")
-            found[form].append((int(dim), bytes_per_document(form, int(dim)), value))
-    return {form: sorted(rows) for form, rows in found.items()}
+from vembed.report.stored_forms import NAMES, points, rows_of
 
 
 def compressed_table(scores: Mapping[str, float]) -> Table:
@@ -28,13 +16,8 @@ def compressed_table(scores: Mapping[str, float]) -> Table:
     table = Table("vectors", box=None, pad_edge=False)
     for name in ("size", "bytes", "nDCG@10", "of float32"):
         table.add_column(name, justify="right")
-    rows = points(scores)
-    whole = {dim: value for dim, _, value in rows["float32"]}
-    best = whole[max(whole)]
-    for form, found in rows.items():
-        for dim, size, value in reversed(found):
-            share = f"{value / best:.3f}" if best else "-"
-            table.add_row(NAMES[form], str(dim), f"{size:,d}", f"{value:.4f}", share)
+    for row in rows_of(scores):
+        table.add_row(*row)
     return table
 
 

@@ -20,7 +20,7 @@ from vembed.families.table import Pooling
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import Progress, encode_items
 from vembed.inference.quantization import Precision as VectorPrecision
-from vembed.inference.quantization import quantized, ranges_of
+from vembed.inference.quantization import quantized, ranges_of, read_ranges
 from vembed.progress import ProgressReport, duration
 from vembed.tools.encode_input import ID_COLUMNS, ITEM_COLUMNS, Format, InputLines, InputParser, check_kept, rows_of
 from vembed.tools.vector_files import check_kept_names, check_target, kept_beside, vector_writer
@@ -36,6 +36,7 @@ DTYPES: dict[VectorPrecision, Literal["float32", "int8", "uint8"]] = {
     "ubinary": "uint8",
 }
 """Dtype of the stored numbers by precision."""
+WITH_RANGES: tuple[VectorPrecision, ...] = ("int8", "uint8")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Encoded:
     num_rows: int
     num_dims: int
     seconds: float
+    ranges: Path | None = None
+    """File with the ranges of int8 and uint8."""
 
 
 def run_encode(
@@ -59,6 +62,7 @@ def run_encode(
     layers: Literal["all"] | Sequence[int] | None = None,
     pooling: Pooling | None = None,
     precision: VectorPrecision = "float32",
+    ranges: str | None = None,
     column: str | None = None,
     keep: Sequence[str] = (),
     input_format: Format = "auto",
@@ -73,8 +77,9 @@ def run_encode(
 
     Runs on as many processes as were started: the first one reads and writes, all encode; with `strategy: fsdp` each
     holds a shard of the model. Vectors have length 1 where the model says so, also after `truncate_dim`; `normalize`
-    decides otherwise. `precision`: of the vectors; for int8 and uint8 the range of each coordinate is that of the first
-    CHUNK_LINES inputs. `layers`: hidden states of these layers, pooled by `pooling`, instead of embeddings.
+    decides otherwise. `precision`: of the vectors; for int8 and uint8 the range of each coordinate is that of the file
+    `ranges`, otherwise that of the first CHUNK_LINES inputs, and is written to NAME.ranges.npy. `layers`: hidden states
+    of these layers, pooled by `pooling`, instead of embeddings.
     """
     target = check_target(output)
     check_kept_names(keep)
@@ -83,6 +88,8 @@ def run_encode(
             raise UserError("--pooling is for hidden states (--layers); embeddings are pooled as the model says")
     else:
         _check_layers(target, precision, changed=truncate_dim is not None or normalize is not None)
+    if ranges is not None and precision not in WITH_RANGES:
+        raise UserError(f"--ranges goes with --precision int8 or uint8, and {precision} has none")
     console = Console(stderr=True)
     config = session_config(model, strategy, trust_remote_code=trust_remote_code)
     with start_session(config) as session:
@@ -102,7 +109,8 @@ def run_encode(
             trust_remote_code=trust_remote_code,
             session=session,
         )
-        work: _Work = _Embeddings(embedder, kind, batch_tokens, normalize, precision)
+        of_vectors = _Embeddings(embedder, kind, batch_tokens, normalize, precision, ranges)
+        work: _Work = of_vectors
         if layers is not None:
             work = _Layers(embedder, kind, batch_tokens, layers, pooling)
             lines.chunk = max(CHUNK_LINES // (10 * work.shape[0]), 1)
@@ -125,11 +133,17 @@ def run_encode(
                 )
                 done += len(chunk)
         seconds = time.monotonic() - began
-        result = Encoded(target, done, work.shape[-1], seconds)
+        written = None
+        if precision in WITH_RANGES and of_vectors.ranges is not None:
+            written = target.with_name(f"{target.stem}.ranges.npy")
+            if session.is_main:
+                np.save(written, of_vectors.ranges)
+        result = Encoded(target, done, work.shape[-1], seconds, written)
         if session.is_main:
             console.print(
                 f"{target}: {' x '.join(f'{size:,d}' for size in (done, *work.shape))} {precision}, in "
-                f"{duration(seconds)} ({done / max(seconds, 1e-9):,.0f}/s)" + kept_beside(target, keep),
+                f"{duration(seconds)} ({done / max(seconds, 1e-9):,.0f}/s)" + kept_beside(target, keep)
+                + (f"; ranges in {written.name}" if written is not None else ""),
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
     return result
@@ -175,14 +189,15 @@ class _Embeddings:
         batch_tokens: int | None,
         normalize: bool | None,
         precision: VectorPrecision,
+        ranges: str | None,
     ) -> None:
         self.precision = precision
-        self.ranges: np.ndarray | None = None
         self.embedder = embedder
         self.kind: Kind = kind
         self.batch_tokens = batch_tokens
         self.unit = embedder.description.normalize if normalize is None else normalize
         dim = embedder.truncate_dim or embedder.description.embedding_dim
+        self.ranges = None if ranges is None else read_ranges(ranges, dim)
         self.shape: tuple[int, ...] = (-(-dim // 8) if precision in ("binary", "ubinary") else dim,)
 
     def __call__(self, items: list[Item], progress: Progress) -> np.ndarray:

@@ -1,0 +1,22 @@
+"""A run with quantize_embeddings scores every stored form at every size, and its report shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import vembed
+from tests.training.test_run import settings
+
+
+def test_scores_and_report(tmp_path: Path) -> None:
+    run = settings(tmp_path, quantize_embeddings="binary", use_mrl=True, mrl_dims=[16, 8], max_steps=2, epochs=None)
+    result = vembed.train({name: value for name, value in run.items() if value is not None})
+    names = [name for name in result.metrics if name.startswith("compressed/")]
+    forms = ("float32", "int8", "binary", "binary_rescored")
+    assert {f"compressed/{form}/{dim}/ndcg@10" for form in forms for dim in (16, 8)} <= set(names)
+    lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert any("compressed/binary/8/ndcg@10" in line.get("eval", ()) for line in lines)
+    page, text = (result.output_dir / "report.html").read_text(), (result.output_dir / "report.md").read_text()
+    assert "Stored vectors" in page and "nDCG@10 by bytes per document" in page
+    assert "## Stored vectors" in text and "| binary, rescored | 16 | 2 |" in text
