@@ -302,9 +302,9 @@ def test_ranges_are_saved_and_taken_again(texts, tmp_path):
     one = tmp_path / "one.txt"
     one.write_text("red\n")
     run_encode(folder, str(one), str(tmp_path / "one.npy"), precision="int8", ranges=str(tmp_path / "first.ranges.npy"))
-    full = vembed.Embedder(folder).encode(["red"])
+    full = Embedder(folder).encode(["red"])
     np.testing.assert_array_equal(np.load(tmp_path / "one.npy"), quantized(full, "int8", ranges))
-    again = vembed.Embedder(folder).encode(["red"], precision="int8", ranges=ranges)
+    again = Embedder(folder).encode(["red"], precision="int8", ranges=ranges)
     np.testing.assert_array_equal(again, np.load(tmp_path / "one.npy"))
     np.save(tmp_path / "other.npy", ranges[:, :4])
     for given, said in (("other.npy", "is needed"), ("first.npy", "has the shape"), ("none.npy", "cannot be read")):

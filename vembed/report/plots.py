@@ -69,7 +69,7 @@ def stored_svg(points: Mapping[str, Sequence[tuple[int, int, float]]], label: st
     }
     lines, notes = [], []
     for form, found in points.items():
-        colour, is_dashed = looks[form]
+        colour, is_dashed = colours.get(form, ACCENT), form == "binary"
         places, values = [math.log2(size) for _, size, _ in found], [value for _, _, value in found]
         lines.append(_Line(places, values, colour, is_dashed=is_dashed, dot=2.0))
         if found:
