@@ -61,12 +61,7 @@ def dims_svg(dims: Sequence[int], before: Sequence[float] | None, after: Sequenc
 def stored_svg(points: Mapping[str, Sequence[tuple[int, int, float]]], label: str) -> str:
     """Return a plot of a metric by bytes per document, a line for each stored form of (size, bytes, value). Each tick
     is twice the one before."""
-    looks = {
-        "float32": (INK, False),
-        "int8": (BEFORE, False),
-        "binary": (ACCENT, True),
-        "binary_rescored": (ACCENT, False),
-    }
+    colours = {"float32": INK, "int8": BEFORE}
     lines, notes = [], []
     for form, found in points.items():
         colour, is_dashed = colours.get(form, ACCENT), form == "binary"
