@@ -164,23 +164,42 @@ def test_for_a_server(tmp_path: Path) -> None:
 
 
 def test_a_static_student(tmp_path: Path) -> None:
-    """It loads in Sentence Transformers, has a vector per token, and its similarities follow the model's."""
+    """It loads in Sentence Transformers and in vembed with the same vectors, the mean of its tokens', and can be
+    trained and saved again; a student that does not follow the model is refused."""
     from sentence_transformers import SentenceTransformer
 
-    done = run("export", model_folder(), tmp_path / "student", "--format", "static")
+    rows = [
+        {"query": one, "positive": f"found {one} {two}"}
+        for one, two in zip(texts(160), texts(160, seed=5), strict=True)
+    ]
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "student"
+    done = run("export", model_folder(), out, "--format", "static", "--data", tmp_path / "val.jsonl", "--json")
     assert done.exit_code == 0, done.output
-    assert "Spearman correlation" in done.output
-    check = json.loads((tmp_path / "student" / "export.json").read_text())["check"]
-    assert check["rank_correlation"] > 0.2
-    student = SentenceTransformer(str(tmp_path / "student"), device="cpu")
-    one, other, both = student.encode(["red", "green", "red green"])
-    assert one.shape == (24,)
+    facts = json.loads(done.stdout)
+    assert facts["check"]["rank_correlation"] > 0.6 and facts["num_training_texts"] == 60
+    student = SentenceTransformer(str(out), device="cpu")
+    given = ["red", "green", "red green"]
+    one, other, both = vectors = student.encode(given)
+    assert one.shape == (24,) and not np.allclose(one, other)
     np.testing.assert_allclose(np.linalg.norm(both), 1, rtol=1e-5)
     table = student[0].embedding.weight.detach().numpy()
     ids = student[0].tokenizer.encode("red green", add_special_tokens=False).ids
     mean = table[ids].mean(axis=0)
     np.testing.assert_allclose(both, mean / np.linalg.norm(mean), atol=1e-5)
-    assert not np.allclose(one, other)
+    np.testing.assert_allclose(vembed.Embedder(out).encode(given), vectors, atol=1e-6)
+
+    trained = vembed.train({
+        "model_name": str(out), "data_path": str(tmp_path / "val.jsonl"), "output_dir": str(tmp_path / "run"),
+        "max_steps": 2, "batch_size": 8, "report_to": [], "loss": "relational", "teacher": str(model_folder()),
+    })  # fmt: skip
+    again = SentenceTransformer(str(trained.model_dir), device="cpu").encode(given)
+    np.testing.assert_allclose(vembed.Embedder(trained.model_dir).encode(given), again, atol=1e-6)
+    assert not np.allclose(again, vectors)
+
+    refused = run("export", model_folder(), tmp_path / "bad", "--format", "static", "--tolerance", "1e-6")
+    assert refused.exit_code == 2 and "does not follow the model: Spearman correlation" in refused.stderr
+    assert "it had no texts to learn from" in refused.stderr and not (tmp_path / "bad").exists()
 
 
 def test_an_export_is_served_in_its_runtime(exported: Path) -> None:

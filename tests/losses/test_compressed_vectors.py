@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +32,13 @@ def stored(vectors: Tensor, form: StoredForm) -> Tensor:
     if form == "binary":
         signs = torch.tensor([[1.0 if value > 0 else -1.0 for value in row] for row in unit.tolist()]).double()
         return signs / unit.shape[1] ** 0.5
-    levels = torch.from_numpy(quantized(unit.numpy(), "uint8").astype(np.float64))
     low, high = unit.min(0).values, unit.max(0).values
-    return low + (levels + 0.5) * (high - low) / 255
+    rows = [
+        [lo + (min(max(math.floor((value - lo) / ((hi - lo) / 255)), 0), 255) + 0.5) * (hi - lo) / 255
+         for value, lo, hi in zip(row, low.tolist(), high.tolist(), strict=True)]
+        for row in unit.tolist()
+    ]  # fmt: skip
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("form", ["int8", "binary"])
@@ -71,6 +76,15 @@ def test_shares_of_ranks_add_up(form: StoredForm) -> None:
     (wanted,) = gradients(whole, batch.embeddings)
     parts = [gradients(share, batch.embeddings)[0] for share in shares]
     assert_close(torch.stack(parts).sum(0), wanted, 1e-11, "gradient", 1.0)
+
+
+def test_levels_are_those_of_stored_vectors() -> None:
+    unit = torch.nn.functional.normalize(torch.randn(40, 12, generator=torch.Generator().manual_seed(1)), dim=1)
+    low, high = unit.min(0).values, unit.max(0).values
+    levels = torch.from_numpy(quantized(unit.numpy(), "uint8").astype(np.float32))
+    np.testing.assert_allclose(
+        as_stored(unit, "int8", cosine=True), low + (levels + 0.5) * (high - low) / 255, atol=1e-6
+    )
 
 
 def test_every_size_of_signs_and_extremes() -> None:

@@ -180,6 +180,16 @@ def _mined_negatives_are_read(config: TrainConfig) -> Violation | None:
     return None
 
 
+def _ring_of_float_embeddings(config: TrainConfig) -> Violation | None:
+    if config.loss_exchange != "ring" or config.quantize_embeddings is None:
+        return None
+    return Violation(
+        ("loss_exchange", "quantize_embeddings"),
+        f"quantize_embeddings: {config.quantize_embeddings} takes its levels from the whole batch, which "
+        "loss_exchange: ring does not hold: use loss_exchange: gather, or auto",
+    )
+
+
 LOSS_RULES: tuple[Rule, ...] = (
     _triplet_has_negatives,
     _learned_temperature_in_range,
@@ -194,6 +204,7 @@ LOSS_RULES: tuple[Rule, ...] = (
     _mixtures_are_candidates,
     _ring_losses,
     _mined_negatives_are_read,
+    _ring_of_float_embeddings,
 )
 
 

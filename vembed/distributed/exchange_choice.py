@@ -53,6 +53,8 @@ def choose_exchange(run: ResolvedRun, ranks: RankInfo, memory: int, rows: int) -
         return Decision(config.loss_exchange, f"loss_exchange: {config.loss_exchange}", source)
     if (loss := needs_whole_batch(config)) is not None:
         return Decision("gather", f"auto: loss: {loss} needs the embeddings of the whole batch at once")
+    if config.quantize_embeddings is not None:
+        return Decision("gather", "auto: quantize_embeddings takes its levels from the whole batch")
     limit = GATHERED_SHARE * memory
     # The model's files are read for its size only where some size could exceed the limit.
     if loss_bytes(config, rows, ranks.world_size, WIDEST, "gather") <= limit:

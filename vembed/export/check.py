@@ -21,6 +21,8 @@ from vembed.models.embedding_model import EmbeddingModel
 NUM_TEXTS = 200
 TOLERANCE: dict[WeightPrecision, float] = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 1e-2, "int8": 5e-2}
 """Largest allowed cosine distance by the precision of the weights."""
+STUDENT_TOLERANCE = 0.5
+"""Largest 1 - Spearman's correlation of a student's similarities with the model's."""
 NUM_QUERIES, NUM_DOCUMENTS = 500, 2_000
 """Most queries and documents for the nDCG of an export. Relevant documents are always among them."""
 METRIC = "ndcg@10"
@@ -55,6 +57,8 @@ class Check:
     @property
     def passes(self) -> bool:
         """True if the export may be used in the model's place."""
+        if self.rank_correlation is not None:
+            return 1 - self.rank_correlation <= self.tolerance
         return self.largest_distance <= self.tolerance and self.largest_length_error <= 10 * self.tolerance
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,7 +69,10 @@ class Check:
         """Return what is printed and written into the card."""
         both = f"{self.num_texts:,d} texts through the model and through {self.runtime}"
         if self.rank_correlation is not None:
-            found = [f"{both}: Spearman correlation {self.rank_correlation:.3f} of the similarities of all pairs"]
+            found = [
+                f"{both}: Spearman correlation {self.rank_correlation:.3f} of the similarities of all pairs (at least "
+                f"{1 - self.tolerance:.2g})"
+            ]
         else:
             found = [f"{both}: largest cosine distance {self.largest_distance:.2g} (tolerance {self.tolerance:.2g})"]
         if self.ndcg_model is not None and self.ndcg_export is not None:
@@ -98,7 +105,7 @@ def made_texts(count: int, max_length: int) -> Texts:
     return [(" ".join(draw.choice(words, length)), kinds[at % 2]) for at, length in enumerate(lengths[:count])]
 
 
-def encode_all(encode: Encode, texts: Texts) -> np.ndarray:
+def encode_all(encode: Encode, texts: Sequence[tuple[str, Kind]]) -> np.ndarray:
     """Return [n, d] embeddings in the order of the texts; each kind is encoded together."""
     found: list[Any] = [None] * len(texts)
     for kind in get_args(Kind):

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.schema import TrainConfig
+from vembed.data.examples import Kind
+from vembed.data.sources import ExampleStore
 from vembed.errors import UserError
-from vembed.evaluation.dataset import EvalData, open_eval_data
+from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.export.check import (
+    NUM_TEXTS,
+    STUDENT_TOLERANCE,
     TOLERANCE,
     Check,
     Encode,
+    Texts,
     compare,
     difference,
     encode_all,
@@ -35,7 +40,10 @@ from vembed.inference.embedder import Embedder
 from vembed.report.record import read_run
 from vembed.saving.card import Card, render_card
 from vembed.saving.files import replaced_folder
+from vembed.training.datasets import open_sets
 
+MOST_STUDENT_EXAMPLES = 10_000
+"""Examples whose texts train a student; of more, as many spread over all."""
 EXPORT_FILE = "export.json"
 """File with the facts of an export: format, precision and the result of the check."""
 KNOWN: dict[FormatName, Format] = {
@@ -91,13 +99,16 @@ def export_model(
         raise UserError(f"--format {form}: {model} cannot be exported: {refusal}")
     precision = precision or _default_precision(form, embedder.description)
     with replaced_folder(target) as folder:
-        job = ExportJob(model, embedder, precision)
+        job = ExportJob(model, embedder, precision, student_texts(model, found) if form == "static" else ())
         result = None
         if check:
-            result = _write_and_check(kind, job, folder, found, tolerance or TOLERANCE[precision], form)
+            largest = tolerance or (STUDENT_TOLERANCE if form == "static" else TOLERANCE[precision])
+            result = _write_and_check(kind, job, folder, found, largest, form)
         else:
             kind.write(job, folder)
-        facts = _describe(folder, embedder, form, precision, result)
+        facts = _describe(folder, embedder, form, precision, result) | (
+            {"num_training_texts": len(job.texts)} if form == "static" else {}
+        )
         if server is not None:
             dim = embedder.truncate_dim or embedder.description.embedding_dim
             write_server_files(server, folder, embedder.description, dim)
@@ -117,17 +128,50 @@ def evaluation_data(model: str, data: str | None, *, trust_remote_code: bool = F
     """Return evaluation data: those at `data`, by default those of the run that made the model, if they are there."""
     config = TrainConfig(model_name=model, data_path="-", trust_remote_code=trust_remote_code)
     if data is None:
-        place = Path(model).expanduser()
-        files = [folder / "config.yaml" for folder in (place, place.parent) if (folder / "config.yaml").is_file()]
-        if not files:
+        run = run_folder(model)
+        if run is None:
             return None
-        values = read_run(files[0].parent).config
+        values = read_run(run).config
         data = values.get("val_data_path")
         if data is None or not Path(data).exists():
             return None
         known = ("column_mapping", "image_root", "on_bad_record")
         config = config.model_copy(update={name: values[name] for name in known if name in values})
     return open_eval_data(config, data)
+
+
+def student_texts(model: str, data: EvalData | None) -> Texts:
+    """Return the texts to train a student with: queries and documents of the run's training data, otherwise documents
+    of the evaluation data that the check does not use."""
+    run = run_folder(model)
+    if run is not None:
+        values = read_run(run).config
+        known = ("column_mapping", "image_root", "on_bad_record", "max_train_examples", "val_split", "seed")
+        paths = values["data_path"] if isinstance(values["data_path"], list) else [values["data_path"]]
+        if all(isinstance(one, str) and Path(one).exists() for one in paths):
+            config = TrainConfig(
+                model_name=model, data_path=paths, **{name: values[name] for name in known if name in values}
+            )
+            return _texts_of(open_sets(config, compares=False).examples)
+    if isinstance(data, RetrievalData):
+        return [(one.text, "document") for one in data.documents[NUM_TEXTS // 2 :] if one.text and not one.images]
+    return []
+
+
+def _texts_of(examples: ExampleStore) -> Texts:
+    step = -(-len(examples) // MOST_STUDENT_EXAMPLES)
+    found: dict[tuple[str, Kind], None] = {}
+    for number in range(0, len(examples), step):
+        example = examples[number]
+        found |= {(example.query.text, "query"): None} if example.query.text else {}
+        found |= {(one.text, "document"): None for one in (*example.positives, *example.negatives) if one.text}
+    return list(found)
+
+
+def run_folder(model: str) -> Path | None:
+    """Return the folder of the run that made a model; None for a model of another origin."""
+    place = Path(model).expanduser()
+    return next((one for one in (place, place.parent) if (one / "config.yaml").is_file()), None)
 
 
 def _write_and_check(
@@ -151,6 +195,13 @@ def _write_and_check(
     result = compare(reader.runtime, model_ND, vectors, texts, tolerance)
     if form == "static":  # another model: its vectors are not the model's, but its similarities should follow
         result = replace(result, rank_correlation=similarity_correlation(model_ND, vectors))
+        if not result.passes:
+            more = "" if job.texts else "; it had no texts to learn from: export a run, or give --data"
+            raise UserError(
+                f"the static student of {job.model} does not follow the model: Spearman correlation "
+                f"{result.rank_correlation:.3f} of the similarities of {result.num_texts} texts, at least "
+                f"{1 - tolerance:.2g} is asked for{more}; nothing was written (--tolerance allows more)"
+            )
     elif not result.passes:
         why = difference(result, embedder, reader, model_ND, vectors)
         raise UserError(

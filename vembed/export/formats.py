@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -26,6 +27,8 @@ class ExportJob:
     embedder: Embedder
     """The model in float32. A format may change its attention function, so that its own vectors are computed first."""
     precision: WeightPrecision
+    texts: Sequence[tuple[str, Kind]] = ()
+    """Texts to train a student with; other formats need none."""
 
 
 class ExportReader(Protocol):

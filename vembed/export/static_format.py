@@ -1,4 +1,4 @@
-"""StaticFormat: a student without layers, one vector per token and their mean, in the layout of StaticEmbedding."""
+"""StaticFormat: a student without layers, one vector per token and their mean, distilled from the model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from vembed.data.examples import Kind
+from vembed.export.check import encode_all
+from vembed.export.folder_texts import write_texts
 from vembed.export.formats import ExportJob, ExportReader, WeightPrecision
+from vembed.export.static_training import distil
+from vembed.families.static_model import StaticConfig
 from vembed.inference.embedder import Embedder
 from vembed.models.backbone_loading import quiet_transformers
 from vembed.models.processors import load_tokenizer
@@ -23,12 +28,15 @@ NUM_DIMS = 256
 COEFFICIENT = 1e-4
 """Weight of a token: COEFFICIENT / (COEFFICIENT + its frequency), so that frequent tokens count little."""
 TOKENS_AT_ONCE = 512
+MAX_LENGTH = 65_536
+"""Longest text in tokens: as good as no limit, which Sentence Transformers has none of here."""
 _MODULE = "sentence_transformers.models."
 
 
 class StaticFormat:
     """A table of token embeddings made by the model: each token alone through the model, principal components, weights
-    by frequency. It is another model, so that the check compares rankings and not vectors."""
+    by frequency; then trained on texts, so that its similarities follow the model's. It is another model, so that the
+    check compares similarities and not vectors."""
 
     precisions: tuple[WeightPrecision, ...] = ("float32", "float16")
 
@@ -51,22 +59,26 @@ class StaticFormat:
         tokenizer = load_tokenizer(job.embedder.description)
         assert isinstance(tokenizer, PreTrainedTokenizerFast)
         table = token_table(job.embedder, tokenizer)
-        place = folder / "0_StaticEmbedding"
-        place.mkdir()
-        dtype = torch.float16 if job.precision == "float16" else torch.float32
-        save_file({"embedding.weight": table.to(dtype)}, place / "model.safetensors")
         backend = tokenizer.backend_tokenizer
         backend.no_padding()
         backend.no_truncation()
-        backend.save(str(place / "tokenizer.json"))
-        kinds = [("0_StaticEmbedding", "StaticEmbedding"), ("1_Normalize", "Normalize")]
+        if job.texts:
+            ids = [one.ids for one in backend.encode_batch([text for text, _ in job.texts], add_special_tokens=False)]
+            table, _ = distil(table, ids, encode_all(job.embedder.encode, job.texts))
+        backend.post_processor = TemplateProcessing(single="$A", pair="$A $B")  # no special tokens
+        dtype = torch.float16 if job.precision == "float16" else torch.float32
+        save_file({"embedding.weight": table.to(dtype).contiguous()}, folder / "model.safetensors")
+        config = StaticConfig(*table.shape, dtype=str(dtype).removeprefix("torch."), architectures=["StaticModel"])
+        config.save_pretrained(folder)
+        tokenizer.model_max_length = MAX_LENGTH
+        tokenizer.save_pretrained(folder)
         (folder / "1_Normalize").mkdir()
+        kinds = [("", "StaticEmbedding"), ("1_Normalize", "Normalize")]
         modules = [
             {"idx": at, "name": str(at), "path": path, "type": _MODULE + kind} for at, (path, kind) in enumerate(kinds)
         ]
-        settings = {"model_type": "SentenceTransformer", "prompts": {}, "similarity_fn_name": "cosine"}
-        for name, values in (("modules.json", modules), ("config_sentence_transformers.json", settings)):
-            (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        (folder / "modules.json").write_text(json.dumps(modules, indent=2) + "\n", encoding="utf-8")
+        write_texts(folder, "", "", MAX_LENGTH, "cosine")
 
     def reader(self, folder: Path) -> ExportReader:
         """Return the export in Sentence Transformers."""

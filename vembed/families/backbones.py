@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from vembed.errors import UserError
 from vembed.families.model_settings import LIBRARY_ERRORS, check_config, check_fit, first_sentence
+from vembed.families.static_model import STATIC_TYPE, StaticConfig, StaticModel
 from vembed.families.table import Family, Pooling
 from vembed.families.weight_files import read_object, read_tensors
 from vembed.own.classes import trusted_class
@@ -54,6 +55,9 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
     own = read_own_config(folder, trust_remote_code=trust_remote_code)
     if own is not None:
         return own
+    if (read_object(folder / "config.json") or {}).get("model_type") == STATIC_TYPE:
+        found: PretrainedConfig = StaticConfig.from_pretrained(folder)
+        return found
     check_config(folder / "config.json", len(read_tensors(folder)) or None)
     try:
         return cast(PretrainedConfig, AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
@@ -86,6 +90,8 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> type[Pr
     kind = str(config.model_type)
     if isinstance(config, OwnConfig) and (own := trusted_class(str(config.name_or_path))) is not None:
         return own
+    if isinstance(config, StaticConfig):
+        return StaticModel
     if kind in ENCODER_ONLY:
         import transformers
 

@@ -47,6 +47,8 @@ _POOLING_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weighted_mean",
     "pooling_mode_lasttoken": "last",
 }
+STATIC = "StaticEmbedding"
+"""Module of Sentence Transformers that is a table of token vectors and their mean."""
 _POOLING_NAMES = {"weightedmean": "weighted_mean", "lasttoken": "last"}
 
 
@@ -145,6 +147,14 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
         kind = module.type.rsplit(".", 1)[-1]
         path = folder / module.path
         known = kind in ("Transformer", "CLIPModel", "TwoTowers") and not _is_own_code(module)
+        if position == 0 and kind == STATIC and not _is_own_code(module):
+            if not (path / "config.json").is_file():
+                raise UserError(
+                    f"{path} is a table of token vectors without a config.json: vembed reads those that it has written "
+                    "(`vembed export --format static`), and Sentence Transformers reads this one"
+                )
+            backbone, poolings = path, ("mean",)
+            continue
         if position == 0 and (known or (_is_own_code(module) and _reads_chats(path))):
             backbone = path if (path / "config.json").is_file() else folder
         elif kind == "Pooling":
@@ -159,7 +169,7 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
         elif kind != "Dropout" or _is_own_code(module):
             raise UserError(
                 f"{folder / 'modules.json'}: unsupported module type {module.type} "
-                "(supported: Transformer, CLIPModel, Pooling, Dense and Normalize)"
+                "(supported: Transformer, CLIPModel, StaticEmbedding, Pooling, Dense and Normalize)"
             )
     values = read_settings(folder / "config_sentence_transformers.json", ModelSettings) or ModelSettings()
     prompts = {name: text for name, text in (values.prompts or {}).items() if text is not None}

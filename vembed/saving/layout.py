@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vembed.families.description import ModelDescription
+from vembed.families.model_files import STATIC
+from vembed.families.static_model import STATIC_TYPE
 from vembed.families.table import Pooling
 from vembed.families.weight_files import read_object
 from vembed.models.heads import Dense, Head
@@ -43,8 +45,9 @@ def write_layout(
     `chat`: chat template of a vision-language model. `changed_settings`: settings that override the base model's config
     when an adapter is saved alone.
     """
-    modules: list[tuple[str, str]] = [("", _backbone_module(description))]
-    if description.pooling != "own":
+    is_static = (read_object(folder / "config.json") or {}).get("model_type") == STATIC_TYPE
+    modules: list[tuple[str, str]] = [("", MODULE + STATIC if is_static else _backbone_module(description))]
+    if description.pooling != "own" and not is_static:  # whose module gives the mean
         modules.append(("1_Pooling", MODULE + "Pooling"))
         write_json(folder / "1_Pooling" / "config.json", _pooling_settings(description))
     for number, dense in enumerate(head if head is not None else ()):
