@@ -458,7 +458,7 @@ ELSEWHERE = {
     "save_total_limit", "async_save", "resume", "resume_anyway", "on_save_error", "max_train_minutes", "wandb_project",
     "wandb_tags", "overwrite", "console", "eval_batch_tokens", "trust_remote_code", "num_processes", "num_machines",
     "ema", "guards", "model_class", "model_arguments", "tokenizer_name", "auxiliary_losses", "wrap_policy",
-    "from_scratch", "anchor_weight", "push_to_hub", "push_public", "mine",
+    "from_scratch", "anchor_weight", "push_to_hub", "push_public", "mine", "report_every",
 }  # fmt: skip
 """Options of the tests above that take a preparation of their own; `ema` and `guards` are in
 tests/training/test_guards_and_average.py, `mine` in tests/training/test_epoch_mining.py, those of own models in

@@ -7,11 +7,19 @@ from pathlib import Path
 
 import vembed
 from tests.training.test_run import settings
+from vembed.training.callbacks import StepInfo
 
 
 def test_scores_and_report(tmp_path: Path) -> None:
     run = settings(tmp_path, quantize_embeddings="binary", use_mrl=True, mrl_dims=[16, 8], max_steps=2, epochs=None)
-    result = vembed.train({name: value for name, value in run.items() if value is not None})
+    run["report_every"] = 1
+    seen = []
+
+    def on_step(info: StepInfo) -> None:
+        seen.append((tmp_path / "run" / "report.html").is_file())
+
+    result = vembed.train({name: value for name, value in run.items() if value is not None}, on_step=on_step)
+    assert seen == [True, True], "the report is written as the run goes on"
     names = [name for name in result.metrics if name.startswith("compressed/")]
     forms = ("float32", "int8", "binary", "binary_rescored")
     assert {f"compressed/{form}/{dim}/ndcg@10" for form in forms for dim in (16, 8)} <= set(names)

@@ -10,11 +10,12 @@ from vembed.training.guards import Guards
 from vembed.training.hooks import Hook
 from vembed.training.patience import Patience
 from vembed.training.publishing import PushBest
+from vembed.training.running_report import RunningReport
 from vembed.training.schedule import Schedule
 
 
 def configured_hooks(config: TrainConfig, rhythm: Rhythm, schedule: Schedule) -> list[Hook]:
-    """Return the hooks of the options `ema`, `guards`, `mine`, `patience` and `push_to_hub`."""
+    """Return the hooks of the options `ema`, `guards`, `mine`, `patience`, `report_every` and `push_to_hub`."""
     hooks: list[Hook] = []
     if config.ema is not None:
         hooks.append(WeightAverage(config.ema))
@@ -24,6 +25,8 @@ def configured_hooks(config: TrainConfig, rhythm: Rhythm, schedule: Schedule) ->
         hooks.append(EpochMiner(config.mine))
     if rhythm.patience is not None:
         hooks.append(Patience(rhythm.patience, schedule.warmup_steps))
+    if config.report_every is not None:
+        hooks.append(RunningReport(config.report_every))
     if config.push_to_hub is not None:
         hooks.append(PushBest(config))  # after the guards, whose scores are in the card
     return hooks
