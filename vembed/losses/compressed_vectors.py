@@ -73,8 +73,8 @@ def as_stored(embeddings: Tensor, form: StoredForm, *, cosine: bool) -> Tensor:
 
 def _signs(unit: Tensor) -> Tensor:
     """Return vectors of signs, of length 1."""
-    length = float(unit.shape[1]) ** -0.5
-    return torch.where(unit > 0, length, -length).to(unit.dtype)
+    length = unit.new_tensor(float(unit.shape[1]) ** -0.5)
+    return torch.where(unit > 0, length, -length)
 
 
 def _levels(unit: Tensor) -> Tensor:

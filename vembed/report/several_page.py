@@ -91,8 +91,9 @@ def _header(runs: SeveralRuns) -> str:
         headline, sentence = f"{len(runs.entrants)} runs", "None of them was evaluated after a step."
     else:
         value = best.record.after[runs.metric]
+        highest = "" if runs.is_alone(best) else "Highest "
         headline = (
-            f'<span class="metric">Highest {escape(metric_name(runs.metric))}</span>'
+            f'<span class="metric">{highest}{escape(metric_name(runs.metric))}</span>'
             f'<span class="run">{escape(best.name)}</span> <span class="old">{value:.3f}</span>'
         )
         sentence = _verdict(runs, best)
@@ -146,11 +147,11 @@ def _scores(runs: SeveralRuns) -> str:
     rows = []
     for key in runs.metrics:
         values = [one.record.after.get(key) for one in runs.entrants]
-        top = max(value for value in values if value is not None)
+        top = max((one for at, one in enumerate(values) if one is not None and runs.comparable(at)), default=None)
         cells = [f"<td>{escape(metric_name(key))}</td>"]
         for number, value in enumerate(values):
             text = "" if value is None else f"{value:.4f}"
-            best = ' class="best"' if value == top else ""
+            best = ' class="best"' if value is not None and value == top and runs.comparable(number) else ""
             cells.append(f"<td{best}>{text}{_difference(runs, number, key)}</td>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
     head = f"<thead><tr><th>metric</th>{_run_headings(runs)}</tr></thead>"

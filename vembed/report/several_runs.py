@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.report.plots import Line
 from vembed.report.query_changes import Changed, Comparison, compare_results, path_of, read_queries
@@ -84,11 +85,27 @@ class SeveralRuns:
         scored = [one for one in same if self.metric and self.metric in one.record.after]
         return max(scored, key=lambda one: one.record.after[self.metric], default=None)
 
+    def is_alone(self, entrant: Entrant) -> bool:
+        """Return whether no other run was evaluated on the same queries, so that there is nothing to be best of."""
+        others = [False, *(one.has_other_data for one in self.against)]
+        same = [one for one, is_other in zip(self.entrants, others, strict=True) if not is_other]
+        return not any(self.metric in one.record.after for one in same if one is not entrant)
+
+    def comparable(self, number: int) -> bool:
+        """Return whether the scores of a run may be compared with those of the first."""
+        return number == 0 or not self.against[number - 1].has_other_data
+
     def differing_settings(self) -> dict[str, list[Any]]:
         """Options that differ, with the value of each run."""
         configs = [one.record.config for one in self.entrants]
         names = list(dict.fromkeys(key for config in configs for key in config))
-        values = {name: [config.get(name) for config in configs] for name in names if name not in NEVER_COMPARED}
+        # A run of an older vembed lacks newer options: they had no effect, as with their defaults.
+        defaults = TrainConfig(model_name="", data_path="").to_dict()
+        values = {
+            name: [config.get(name, defaults.get(name)) for config in configs]
+            for name in names
+            if name not in NEVER_COMPARED
+        }
         return {name: of_runs for name, of_runs in values.items() if any(one != of_runs[0] for one in of_runs)}
 
     def charts(self) -> list[RunChart]:
