@@ -451,8 +451,7 @@ class OutputOptions(Frozen, title="evaluation, logging, saving"):
     report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default=["tensorboard"])
     """Trackers; `none` for no tracker."""
     report_every: PositiveInt | None = None
-    """Steps between writings of report.html and report.md while the run goes on. Default: only at the end; `vembed
-    report RUN` writes them at any time."""
+    """Steps between writings of the report while the run goes on. Default: only at the end."""
     run_name: str | None = None
     """Name of the run in trackers; for TensorBoard, a folder inside `tensorboard/`. Default: the name of output_dir,
     and no such folder."""
