@@ -24,7 +24,7 @@ def _saved(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def saved() -> tuple[str, np.ndarray, np.ndarray]:
     """A model's folder, and its vectors of the texts as queries and as documents."""
-    folder = shared(_saved) / "saved"
+    folder = shared(_saved)
     model = vembed.Embedder(folder)
     return str(folder), model.encode(TEXTS, "query"), model.encode(TEXTS, "document")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import vembed
@@ -59,6 +60,7 @@ def train_with_a_tracker(options: dict[str, Any]) -> list[str]:
     run = SimpleNamespace(log=lambda values, step, **_: told.append(f"step {step}"), finish=lambda: told.append("end"))
     wandb = ModuleType("wandb")
     wandb.init = lambda **said: told.append(f"{said['project']} {said['tags']}") or run  # type: ignore[attr-defined]
+    wandb.Html = wandb.Image = list  # type: ignore[attr-defined]
     sys.modules["wandb"] = wandb
     train(options)
     return told
@@ -90,6 +92,7 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
 
     wandb = ModuleType("wandb")
     wandb.init = init  # type: ignore[attr-defined]
+    wandb.Html, wandb.Image = str, np.shape  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     said = {"wandb": {"use_wandb": True, "project": "accfiy-fsdp", "tags": ["fsdp", "multi-node"]}}
     options = {**settings(tmp_path, max_steps=3, run_name="mine"), "report_to": ["wandb"], **said}
@@ -100,6 +103,9 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
     assert [step for step, values in logged if "train/loss" in values] == [1, 2, 3]
     assert any("eval/ndcg_at_10" in values for _, values in logged)
     assert logged[-1] == (-1, {})
+    step, report = logged[-2]
+    assert step == 3 and report["report"].startswith("<!doctype html>"), "the report, before the end"  # type: ignore[attr-defined]
+    assert report["report/picture"] == (320, 960, 3)
     metrics = Metrics(load_config(options))
     metrics.on_start(SimpleNamespace(session=SimpleNamespace(is_main=False)))  # type: ignore[arg-type]
     metrics.on_log({"step": 1, "loss": 1.0})
@@ -117,10 +123,12 @@ def test_mlflow_gets_settings_and_numbers(tmp_path: Path, monkeypatch: pytest.Mo
     mlflow.start_run = lambda run_name, **_: told.setdefault("run", run_name)
     mlflow.log_params = told["params"].update
     mlflow.log_metrics = lambda values, step: told["steps"].setdefault(step, {}).update(values)
+    mlflow.log_artifact = lambda path, **_: told.setdefault("files", []).append(Path(path).name)
     mlflow.end_run = lambda: told.setdefault("ended", True)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     train(settings(tmp_path, max_steps=2, report_to=["mlflow"], wandb_project="ours", run_name="first"))
     assert (told["experiment"], told["run"], told["ended"]) == ("ours", "first", True)
     assert float(told["params"]["learning_rate"]) == 2e-3
+    assert told["files"] == ["report.html", "report.png"]
     assert "train/loss" in told["steps"][1] and "eval/ndcg_at_10" in told["steps"][2]
     assert all("@" not in name for values in told["steps"].values() for name in values)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import vembed
 from tests.tiny import WORDS, shared, tiny_bert, tiny_qwen3
@@ -87,6 +88,8 @@ def test_output_directory_has_all_that_is_promised(plain: Any) -> None:
     ):
         assert (output / name).exists(), name
     assert list((output / "tensorboard").glob("events*"))
+    events = EventAccumulator(str(output / "tensorboard")).Reload()
+    assert "report/picture" in events.Tags()["images"] and "report/text_summary" in events.Tags()["tensors"]
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]

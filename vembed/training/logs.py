@@ -25,6 +25,7 @@ from vembed.errors import UserError
 from vembed.training.console import ConsoleHandler, config_console
 from vembed.training.hooks import Evaluation, Hook, Run, StepReport
 from vembed.training.outlets import LineFile, LogFile, ResilientStream
+from vembed.training.tracker_report import send_report
 
 log = logging.getLogger("vembed")
 SECRET_MARKS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "CREDENTIAL")
@@ -124,6 +125,7 @@ class Metrics(Hook):
         self.config = config
         self.trackers: list[Any] = []
         self.file: LineFile | None = None
+        self.is_trained = False
 
     def on_start(self, run: Run) -> None:
         """Open the file and start the trackers."""
@@ -149,19 +151,29 @@ class Metrics(Hook):
         return {}
 
     def on_finish(self, run: Run) -> None:
-        """Close the file: the report reads it."""
+        """Close the file: the report reads it. The trackers get the report when it is written."""
         del run
-        self.close()
+        self.is_trained = True
+        self._close_file()
 
     def close(self) -> None:
-        """Close the file and end the trackers."""
-        if self.file is not None:
-            self.file.close()
-            self.file = None
+        """Close the file, send the report of a finished run to the trackers, and end them."""
+        self._close_file()
+        has_report = self.is_trained and (Path(self.config.output_dir) / "report.html").is_file()
         for tracker in self.trackers:
+            if has_report:
+                try:
+                    send_report(tracker, self.config.output_dir)
+                except (OSError, UserError) as error:
+                    log.warning("report_to: %s did not take the report (%s)", tracker.name, error)
             with suppress(OSError):
                 tracker.finish()
         self.trackers = []
+
+    def _close_file(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
     def _write(self, line: Mapping[str, Any], flat: Mapping[str, float], step: int) -> None:
         if self.file is None:
