@@ -83,13 +83,12 @@ def run_encode(
     """
     target = check_target(output)
     check_kept_names(keep)
+    _check_ranges(precision, ranges)
     if layers is None:
         if pooling is not None:
             raise UserError("--pooling is for hidden states (--layers); embeddings are pooled as the model says")
     else:
         _check_layers(target, precision, changed=truncate_dim is not None or normalize is not None)
-    if ranges is not None and precision not in WITH_RANGES:
-        raise UserError(f"--ranges goes with --precision int8 or uint8, and {precision} has none")
     console = Console(stderr=True)
     config = session_config(model, strategy, trust_remote_code=trust_remote_code)
     with start_session(config) as session:
@@ -109,8 +108,7 @@ def run_encode(
             trust_remote_code=trust_remote_code,
             session=session,
         )
-        of_vectors = _Embeddings(embedder, kind, batch_tokens, normalize, precision, ranges)
-        work: _Work = of_vectors
+        work: _Work = (of_vectors := _Embeddings(embedder, kind, batch_tokens, normalize, precision, ranges))
         if layers is not None:
             work = _Layers(embedder, kind, batch_tokens, layers, pooling)
             lines.chunk = max(CHUNK_LINES // (10 * work.shape[0]), 1)
@@ -133,20 +131,21 @@ def run_encode(
                 )
                 done += len(chunk)
         seconds = time.monotonic() - began
-        written = None
-        if precision in WITH_RANGES and of_vectors.ranges is not None:
-            written = target.with_name(f"{target.stem}.ranges.npy")
-            if session.is_main:
-                np.save(written, of_vectors.ranges)
-        result = Encoded(target, done, work.shape[-1], seconds, written)
+        ranges_file = of_vectors.save_ranges(target, active=session.is_main)
+        result = Encoded(target, done, work.shape[-1], seconds, ranges_file)
         if session.is_main:
             console.print(
                 f"{target}: {' x '.join(f'{size:,d}' for size in (done, *work.shape))} {precision}, in "
-                f"{duration(seconds)} ({done / max(seconds, 1e-9):,.0f}/s)" + kept_beside(target, keep)
-                + (f"; ranges in {written.name}" if written is not None else ""),
+                f"{duration(seconds)} ({done / max(seconds, 1e-9):,.0f}/s)" + kept_beside(target, keep),
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
     return result
+
+
+def _check_ranges(precision: VectorPrecision, ranges: str | None) -> None:
+    """Raise UserError if ranges are given for vectors that have none."""
+    if ranges is not None and precision not in WITH_RANGES:
+        raise UserError(f"--ranges goes with --precision int8 or uint8, and {precision} has none")
 
 
 def _check_layers(target: Path, precision: VectorPrecision, *, changed: bool) -> None:
@@ -216,6 +215,15 @@ class _Embeddings:
         if self.ranges is None and len(vectors) > 1:
             self.ranges = ranges_of(vectors)  # of the first inputs, for all: levels mean the same in the whole file
         return quantized(vectors, self.precision, self.ranges)
+
+    def save_ranges(self, target: Path, *, active: bool) -> Path | None:
+        """Write the ranges of int8 and uint8 beside the vectors and return their file; None for other precisions."""
+        if self.precision not in WITH_RANGES or self.ranges is None:
+            return None
+        path = target.with_name(f"{target.stem}.ranges.npy")
+        if active:
+            np.save(path, self.ranges)
+        return path
 
 
 class _Layers:
