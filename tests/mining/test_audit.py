@@ -13,8 +13,8 @@ from vembed import UserError, audit
 from vembed.config.loading import load_config
 from vembed.mining.minhash import near_pairs
 from vembed.start.data_page import as_html, sections
+from vembed.start.datasets import open_sets
 from vembed.tools.mine_command import run_audit
-from vembed.training.datasets import open_sets
 
 LONG = "the quick way to sort a list of numbers in place without a copy of the list"
 

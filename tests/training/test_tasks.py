@@ -22,7 +22,7 @@ from vembed.config.sampling import parse_sampling
 from vembed.config.terms import source_batch_sizes, source_configs, task_names, task_numbers
 from vembed.data.batches import BatchSchedule
 from vembed.losses.build import build_loss
-from vembed.training.datasets import open_sets
+from vembed.start.datasets import open_sets
 
 
 def files(folder: Path) -> list[dict[str, Any]]:

@@ -95,8 +95,7 @@ class HeadOptions(Frozen, title="head"):
     """Options of the embedding's sizes."""
 
     use_mrl: bool = False
-    """Matryoshka training: the loss is a weighted sum over the sizes in `mrl_dims`, each the first
-    dimensions of the embedding."""
+    """Matryoshka training: a weighted sum of losses over the sizes in `mrl_dims`, each the first dimensions."""
     mrl_dims: list[PositiveInt] | None = None
     """Sizes to train. Default with use_mrl: the embedding's size, halved repeatedly down to 64."""
     mrl_weights: list[PositiveFloat] | None = None
@@ -104,8 +103,7 @@ class HeadOptions(Frozen, title="head"):
     mrl_projection: Literal["auto"] | bool = "auto"
     """A linear layer from the hidden size to max(mrl_dims). `auto`: only where max(mrl_dims) is smaller."""
     mrl_projection_init: Literal["identity", "pca"] = "identity"
-    """Initial weights of the projection: the first rows of the identity, or the principal components of a sample of the
-    training data."""
+    """Initial weights of the projection: rows of the identity, or principal components of a sample of the data."""
 
 
 class AdapterOptions(Frozen, title="adapters and frozen parts"):
@@ -224,8 +222,7 @@ class LossOptions(Frozen, title="loss"):
     """Source of the candidates: the whole global batch, or only the process's own part of it."""
     loss_exchange: Literal["auto", "gather", "ring"] = "auto"
     """Way in which processes get each other's embeddings: all at once (gather), or block by block in a ring, where each
-    holds its own and one block of another. The gradient is the same. auto: ring where gathering takes too much
-    memory."""
+    holds its own and one block of another. Same gradient. auto: ring where gathering takes too much memory."""
     triplet_margin: NonNegativeFloat = 0.2
     """loss: triplet: minimum difference between the similarities of the positive and the negative."""
     circle_margin: Fraction = 0.25

@@ -40,7 +40,7 @@ from vembed.inference.embedder import Embedder
 from vembed.report.record import read_run
 from vembed.saving.card import Card, render_card
 from vembed.saving.files import replaced_folder
-from vembed.training.datasets import open_sets
+from vembed.start.datasets import open_sets
 
 MOST_STUDENT_EXAMPLES = 10_000
 """Examples whose texts train a student; of more, as many spread over all."""

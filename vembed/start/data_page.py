@@ -17,9 +17,9 @@ from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example
 from vembed.data.normal_form import normal_key
 from vembed.data.overlap import shown
+from vembed.start.datasets import open_sets
 from vembed.start.sections import NUM_SAMPLES, Row, Section, kinds_of, parts_of, shortened, spread
 from vembed.start.values import local_model
-from vembed.training.datasets import open_sets
 
 MOST_READ = 20_000
 """Examples that are counted; of more, a sample spread over all."""

@@ -32,10 +32,10 @@ from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.start.datasets import open_sets
 from vembed.teachers.supply import Teachers
 from vembed.training.auto_rate import with_rate
 from vembed.training.compiled import check_compiled, decide_compilation, some_inputs
-from vembed.training.datasets import open_sets
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.optim import build_optimizer
 from vembed.training.parts import RunData, RunModel
