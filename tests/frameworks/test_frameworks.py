@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import vembed
-from tests.tiny import shared, tiny_bert_st
+from tests.tiny import tiny_bert_st
 from vembed.tools.export import run_export
 
 TEXTS = ["red", "a small bird in the garden"]
 PROMPT = "red green: "
 
 
-def _saved(folder: Path) -> Path:
-    model = tiny_bert_st(folder / "model", prompts={"query": PROMPT, "document": ""}, dense_dim=24)
-    return run_export(str(model), str(folder / "saved"))
-
-
 @pytest.fixture(scope="module")
-def saved() -> tuple[str, np.ndarray, np.ndarray]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, np.ndarray, np.ndarray]:
     """A model's folder, and its vectors of the texts as queries and as documents."""
-    folder = shared(_saved)
+    place = tmp_path_factory.mktemp("frameworks")
+    tiny_bert_st(place / "model", prompts={"query": PROMPT, "document": ""}, dense_dim=24)
+    folder = run_export(str(place / "model"), str(place / "saved"))
     model = vembed.Embedder(folder)
     return str(folder), model.encode(TEXTS, "query"), model.encode(TEXTS, "document")
 
