@@ -13,7 +13,7 @@ export HF_HUB_DISABLE_TELEMETRY = 1
 NUMERICAL := tests/losses tests/models/test_packing.py tests/models/test_cpu_kernels.py \
     tests/parity/test_parity.py tests/parity/test_families_parity.py
 
-.PHONY: demo test test-processors test-floors lint docs bench-quick bench-gpu chaos train-free-fsdp train-baseline-fsdp clean
+.PHONY: demo test wheel test-processors test-floors lint docs bench-quick bench-gpu chaos train-free-fsdp train-baseline-fsdp clean
 
 demo: $(VENV)/.demo                       ## train the embedded model on the embedded data, offline
 	HF_HUB_OFFLINE=1 $(BIN)/vembed demo
@@ -39,6 +39,15 @@ lint: $(VENV)/.dev
 docs: $(VENV)/.docs                       ## build the documentation, strictly
 	$(BIN)/mkdocs build --strict
 
+wheel:                                    ## build a wheel, install it in a clean environment, and use it there
+	rm -rf dist build .venv-wheel
+	$(PYTHON) -m venv .venv-wheel
+	PYTHONWARNINGS=ignore .venv-wheel/bin/pip wheel -q --no-deps --wheel-dir dist .
+	PYTHONWARNINGS=ignore .venv-wheel/bin/pip install -q torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	PYTHONWARNINGS=ignore .venv-wheel/bin/pip install -q -c constraints.txt dist/*.whl
+	cd dist && ../.venv-wheel/bin/vembed version \
+	    && ../.venv-wheel/bin/vembed config model_name=a data_path=../README.md accelerate_config=accelerate_ddp
+
 bench-quick: $(VENV)/.dev                 ## ratios to sentence-transformers in about 3 minutes
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.train --peer sentence-transformers --quick
 
@@ -60,7 +69,7 @@ train-baseline-fsdp: $(VENV)/.dev         ## the same decoder without its latent
 	$(TRAIN_FREE) --baseline --output checkpoints/baseline_fsdp $(OPTIONS)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist site *.egg-info
+	rm -rf $(VENV) $(OLDEST) .venv-wheel build dist site *.egg-info
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
