@@ -123,7 +123,7 @@ def test_mlflow_gets_settings_and_numbers(tmp_path: Path, monkeypatch: pytest.Mo
     mlflow.start_run = lambda run_name, **_: told.setdefault("run", run_name)
     mlflow.log_params = told["params"].update
     mlflow.log_metrics = lambda values, step: told["steps"].setdefault(step, {}).update(values)
-    mlflow.log_artifact = lambda path, **_: told.setdefault("files", []).append(Path(path).name)
+    mlflow.log_artifact = lambda local_path, **_: told.setdefault("files", []).append(Path(local_path).name)
     mlflow.end_run = lambda: told.setdefault("ended", True)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     train(settings(tmp_path, max_steps=2, report_to=["mlflow"], wandb_project="ours", run_name="first"))
