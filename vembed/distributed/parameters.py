@@ -147,6 +147,7 @@ def set_gradient_sync(model: nn.Module, on: bool, *, all_reduce: bool = True) ->
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
         model.set_requires_all_reduce(on and all_reduce)
+        return
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         # The effect of FSDP1's no_sync, which is a context manager and would have to span forward and backward.
         unit._sync_gradients = on  # type: ignore[assignment]

@@ -361,6 +361,8 @@ class ContrastiveStep:
 
     def _synchronise_gradients(self, is_last: bool) -> None:
         """Let FSDP reduce gradients in this backward pass. Other micro-batches only add to the local gradient."""
+        if self.session.fsdp is None:
+            return
         all_reduce = is_last or not self.session.all_reduces_once
         set_gradient_sync(self.model, is_last or self.session.reduces_each_micro_batch, all_reduce=all_reduce)
 
