@@ -38,7 +38,7 @@ class Part:
     stop: int
     file: int = 0
     first_line: int = 0
-    """What is added to line numbers of the file."""
+    """Number that is added to line numbers of the file."""
 
 
 class Reader(Protocol):
