@@ -26,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--variant", action="append", type=int, help="numbers of trainings; default: all")
     parser.add_argument("--rate", type=float, default=1e-3, help="a learning rate that is too high")
     arguments = parser.parse_args()
     print(machine() + "\n", flush=True)
@@ -55,12 +56,14 @@ def main() -> None:
         }  # fmt: skip
         print("| means | task nDCG@10 | guard nDCG@10 |\n|---|---|---|", flush=True)
         for number, (label, options) in enumerate(variants.items()):
+            if arguments.variant and number not in arguments.variant:
+                continue
             output = folder / f"run-{number}"
             scores = vembed.train({**common, **options, "output_dir": str(output)}).metrics
-            if number == 0:
+            if number == min(arguments.variant or [0]):
                 show("before training", scores["before/ndcg@10"], scores["before/guard/packages/ndcg@10"])
             show(label, scores["ndcg@10"], scores["guard/packages/ndcg@10"])
-        for share in (0.75, 0.5):
+        for share in (0.75, 0.5) if (folder / "run-0").is_dir() else ():
             merged = vembed.merge([str(folder / "run-0" / "final")], str(folder / f"merged-{share}"), interpolate=share)
             both = (vembed.evaluate(merged.model_dir, data)["ndcg@10"] for data in (val, guard_val))
             show(f"`vembed merge --interpolate {share:g}`", *both)

@@ -74,10 +74,10 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=16, help="examples per step over all processes")
+    parser.add_argument("--batch", type=int, default=12, help="examples per step over all processes")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=2)
     arguments = parser.parse_args()
     print(machine(), flush=True)
