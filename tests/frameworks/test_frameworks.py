@@ -51,7 +51,8 @@ def test_llama_index(saved: tuple[str, np.ndarray, np.ndarray]) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_haystack(saved: tuple[str, np.ndarray, np.ndarray]) -> None:
-    embedders = module("haystack.components.embedders", "haystack-ai")
+    integration = "haystack_integrations.components.embedders.sentence_transformers"
+    embedders = module(integration, "sentence-transformers-haystack")
     haystack = module("haystack", "haystack-ai")
     folder, queries, documents = saved
     text = embedders.SentenceTransformersTextEmbedder(model=folder, prefix=PROMPT, progress_bar=False)
