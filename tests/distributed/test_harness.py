@@ -1,13 +1,16 @@
-"""The harness itself: results by rank, the failing rank's traceback, a killed rank, a time limit that ends all."""
+"""The harness and its commands: results by rank, tracebacks, a killed rank, and a time limit for all."""
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.commands import CODE, command
 from tests.harness import RankFailed, rank_outcomes, run_ranks
 
 
@@ -52,3 +55,31 @@ def test_killed_rank_is_told_from_one_that_raised() -> None:
     outcomes = rank_outcomes(killed_rank, 2)
     assert [outcome.exitcode for outcome in outcomes] == [0, -signal.SIGKILL]
     assert outcomes[0].result == "alive"
+
+
+def imported() -> list[str]:
+    return [name for name in ("torch", "peft", "vembed.training.run", "tests.preloaded") if name in sys.modules]
+
+
+def test_a_rank_has_imported_what_it_needs() -> None:
+    (names,) = run_ranks(imported, 1, process_group=False)
+    assert names == ["torch", "peft", "vembed.training.run", "tests.preloaded"]
+
+
+def test_a_command_has_its_words_folder_variables_streams_and_exit_code(tmp_path: Path) -> None:
+    program = "import os, sys; print(sys.argv, os.getcwd(), os.environ['MINE']); sys.stderr.write('no\\n'); sys.exit(7)"
+    done = command(program, "a b", module=CODE, folder=tmp_path, env={"MINE": "1"})
+    assert (done.returncode, done.stdout, done.stderr) == (7, f"['-c', 'a b'] {tmp_path} 1\n", "no\n")
+
+
+PARENT = """
+import subprocess, sys
+child = "import sys; print('torch' in sys.modules); sys.exit(3)"
+done = subprocess.run([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
+print(done.returncode, done.stdout.strip())
+"""
+
+
+def test_a_python_that_a_command_starts_is_forked_too() -> None:
+    done = command(PARENT, module=CODE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3 True\n", "")
