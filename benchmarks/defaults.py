@@ -1,45 +1,127 @@
-"""python -m benchmarks.defaults: vembed's defaults against a small search by hand, or against sentence-transformers.
+"""python -m benchmarks.defaults: vembed's defaults against a small search, adapters against all weights, and
+sentence-transformers.
 
-    python -m benchmarks.defaults search  --collection docstrings --size 300 --family encoder
-    python -m benchmarks.defaults peers   --collection characters --size 300
+    python -m benchmarks.defaults search   --collection docstrings --size 300 --family encoder
+    python -m benchmarks.defaults adapters --collection docstrings --steps 10 20 40
+    python -m benchmarks.defaults peers    --collection characters --size 300
+    python -m benchmarks.defaults table
 
-`search`: the gain of the four-line config over the model as it is, as a share of the best gain among the searched
-values. `peers`: the same training data by the four-line config and by sentence-transformers at its documented settings
-(one epoch, batches of 16 without duplicates, learning rate 2e-5, 10 % warm-up). Both are scored on a test set that
-neither has seen; vembed chooses its checkpoint on the validation set. Each line is printed and appended to a JSONL.
+`search`: each searched value is tried with one seed; the defaults and the best two others then with all seeds. The
+share is the gain of the defaults over the model as it is, of the best mean gain. `adapters`: the gain with `use_lora:
+true` as a share of that of all weights, in the same steps. `peers`: the same training data by the four-line config and
+by sentence-transformers at its documented settings (one epoch, batches of 16 without duplicates, learning rate 2e-5,
+10 % warm-up). All are scored on a test set that no side has seen; vembed chooses its checkpoint on the validation set.
+Each run is a line of a JSONL; what it holds is not run again, and `--minutes` ends a search that is continued later.
+`table` prints what the file holds as Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import shutil
-import statistics
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.collections_here import COLLECTIONS, Collection
+from benchmarks.defaults_table import print_tables
 from benchmarks.tiny_models import MODELS
 from benchmarks.train import machine
 
 Options = dict[str, Any]
 
-LORA: Options = {"use_lora": True}
-SEARCHED: dict[str, list[Options]] = {
-    "rate": [{"learning_rate": value} for value in (1e-5, 2e-5, 1e-4, 2e-4)],
-    "scratch": [{"learning_rate": value} for value in (1e-4, 2e-3, 5e-3)],
-    "lora": [{**LORA, "learning_rate": value} for value in (2e-4, 1e-3)],
-    "lora_r": [{**LORA, "lora_r": value} for value in (4, 64)],
-    "epochs": [{"epochs": value} for value in (1, 3, 12)],
-    "temperature": [{"temperature": value} for value in (0.02, 0.1)],
-    "batch": [{"batch_size": value} for value in (16, 128)],
-    "warmup": [{"warmup_ratio": value} for value in (0.0, 0.3)],
-    "negatives": [{"bidirectional": True}],
-    "decay": [{"weight_decay": value} for value in (0.0, 0.1)],
+RATES: dict[str, tuple[float, ...]] = {
+    "encoder": (2e-5, 8e-5, 1.6e-4),
+    "decoder": (2.5e-4, 1e-3, 2e-3, 4e-3),
+    "clip": (2.5e-4, 1e-3, 2e-3, 4e-3),
 }
-"""Values that are tried by hand, one option at a time."""
+"""Learning rates that are tried for each family: MiniLM is trained further, the others begin with initial weights."""
+LONGER: dict[str, tuple[float, ...]] = {"encoder": (3, 12), "decoder": (12, 24), "clip": (12, 24)}
+SEARCHED: list[Options] = [
+    {"temperature": 0.02},
+    {"temperature": 0.1},
+    {"batch_size": 16},
+    {"batch_size": 64},
+    {"bidirectional": True},
+    {"warmup_ratio": 0.0},
+    {"weight_decay": 0.1},
+    {"use_lora": True, "lora_r": 64},
+]
+"""Values that are tried by hand, one option at a time, besides learning rates and epochs."""
+NUM_CONFIRMED = 2
+"""How many of the searched values are run with all seeds."""
+
+
+class Runs:
+    """Finished runs, one line each in a JSONL."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        self.done: dict[str, Options] = {self.key(one["run"]): one for one in map(json.loads, lines)}
+
+    @staticmethod
+    def key(run: Options) -> str:
+        """Return the name of a run."""
+        return json.dumps(run, sort_keys=True)
+
+    def add(self, run: Options, **found: Any) -> Options:
+        """Store the result of a run, and print it."""
+        line = {"run": run, **found, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+        print(json.dumps(line), flush=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self.done[self.key(run)] = line
+        return line
+
+
+@dataclass
+class Trial:
+    """A collection and a model, on which options are tried."""
+
+    runs: Runs
+    arguments: argparse.Namespace
+    ends: float
+    """Time at which no further run begins."""
+
+    def __post_init__(self) -> None:
+        given = self.arguments
+        self.folder = Path(tempfile.mkdtemp())
+        self.data, self.test = parts(given.collection, given.size, given.val)
+        (self.folder / "model").mkdir()
+        self.model = MODELS[given.family](self.folder / "model")
+        self.about: Options = {
+            "what": given.what, "collection": given.collection, "family": given.family, "size": given.size,
+            "max_length": given.max_length,
+        }  # fmt: skip
+
+    def before(self) -> float:
+        """Return the score of the model as it is."""
+        run = {**self.about, "what": "before"}
+        known = self.runs.done.get(self.runs.key(run))
+        found = known or self.runs.add(run, score=score(self.model, self.test, self.folder))
+        return float(found["score"])
+
+    def score(self, options: Options, seed: int) -> float:
+        """Return the score after training with options, of this or an earlier call."""
+        run = {**self.about, "options": options, "seed": seed}
+        known = self.runs.done.get(self.runs.key(run))
+        if known is None:
+            if time.monotonic() > self.ends:
+                raise TimeoutError
+            began = time.monotonic()
+            own = self.folder / "run"
+            model = train(self.data, own, self.model, options, self.arguments.max_length, seed)
+            known = self.runs.add(
+                run, score=score(model, self.test, self.folder), seconds=round(time.monotonic() - began)
+            )
+            shutil.rmtree(own)
+        return float(known["score"])
 
 
 def parts(name: str, size: int, num_val: int) -> tuple[Collection, Collection]:
@@ -131,48 +213,76 @@ def peers(arguments: argparse.Namespace) -> Iterator[Options]:
         yield found
 
 
-def search(arguments: argparse.Namespace) -> Iterator[Options]:
-    """Yield the mean scores on the validation data of the defaults and of each searched value, over the seeds."""
-    data, test = parts(arguments.collection, arguments.size, arguments.val)
-    model = MODELS[arguments.family](Path(tempfile.mkdtemp()))
-    folder = Path(tempfile.mkdtemp())
-    before = score(model, test, folder)
-    tried: list[Options] = [{}, *(one for group in arguments.groups for one in SEARCHED[group])]
-    gains: list[float] = []
-    for options in tried:
-        scores = []
-        for seed in range(arguments.seeds):
-            own = folder / "run"
-            scores.append(score(train(data, own, model, options, arguments.max_length, seed), test, folder))
-            shutil.rmtree(own)
-        gains.append(statistics.mean(scores) - before)
-        yield {
-            "collection": arguments.collection, "size": arguments.size, "family": arguments.family, "options": options,
-            "before": before, "scores": scores, "gain": gains[-1],
-            "defaults_to_best": gains[0] / max(gains) if max(gains) > 0 else None,
-        }  # fmt: skip
-    shutil.rmtree(folder)
+def search(trial: Trial) -> None:
+    """Try each value with the first seed, and the best with all."""
+    given = trial.arguments
+    trial.before()
+    tried: list[Options] = [{"learning_rate": value} for value in RATES[given.family]]
+    tried += [{"epochs": value} for value in LONGER[given.family]]
+    tried += [one for one in SEARCHED if given.family != "clip" or "use_lora" not in one]
+    if given.only:
+        tried = [one for one in tried if set(one) & set(given.only)]
+    confirm(trial, [{}], range(given.seeds))
+    first = {json.dumps(one): trial.score(one, 0) for one in tried}
+    best = sorted(tried, key=lambda one: first[json.dumps(one)], reverse=True)[:NUM_CONFIRMED]
+    confirm(trial, best, range(given.seeds))
+
+
+def adapters(trial: Trial) -> None:
+    """Train adapters and all weights in so many steps, with and without other rates."""
+    given = trial.arguments
+    trial.before()
+    for steps in given.steps:
+        own: Options = {"max_steps": steps, "eval_steps": None}
+        tried = [own, {**own, "use_lora": True}]
+        tried += [{**own, "use_lora": True, "learning_rate": value} for value in given.rates]
+        tried += [{**own, "learning_rate": value} for value in given.full_rates]
+        confirm(trial, tried, range(given.seeds))
+
+
+def confirm(trial: Trial, options: Sequence[Options], seeds: Sequence[int]) -> None:
+    """Run options with each seed."""
+    for one in options:
+        for seed in seeds:
+            trial.score(one, seed)
 
 
 def main() -> None:
     """Run one comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["search", "peers"])
+    parser.add_argument("what", choices=["search", "adapters", "peers", "table"])
     parser.add_argument("--collection", choices=list(COLLECTIONS), default="docstrings")
     parser.add_argument("--family", choices=list(MODELS), default="encoder")
     parser.add_argument("--size", type=int, default=300)
     parser.add_argument("--val", type=int, default=150, help="rows of the validation set and of the test set")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--max-length", type=int, default=32)
-    parser.add_argument("--groups", nargs="*", default=list(SEARCHED), choices=list(SEARCHED))
+    parser.add_argument("--only", nargs="*", default=[], help="options to search; all if left out")
+    parser.add_argument("--steps", nargs="*", type=int, default=[20])
+    parser.add_argument("--rates", nargs="*", type=float, default=[], help="further learning rates of adapters")
+    parser.add_argument("--full-rates", nargs="*", type=float, default=[], help="further learning rates of all weights")
+    parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--option", nargs="*", default=[], type=lambda text: tuple(text.split("=", 1)))
     parser.add_argument("--output", default="defaults.jsonl")
     arguments = parser.parse_args()
+    output = Path(arguments.output)
+    if arguments.what == "table":
+        print_tables([json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()])
+        return
     print(machine(), flush=True)
-    for line in peers(arguments) if arguments.what == "peers" else search(arguments):
-        print(json.dumps(line), flush=True)
-        with Path(arguments.output).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+    if arguments.what == "peers":
+        for line in peers(arguments):
+            print(json.dumps(line), flush=True)
+            with output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        return
+    trial = Trial(Runs(output), arguments, time.monotonic() + 60 * arguments.minutes)
+    try:
+        (search if arguments.what == "search" else adapters)(trial)
+    except TimeoutError:
+        print(f"{arguments.minutes:g} minutes are over; the same command continues", flush=True)
+    finally:
+        shutil.rmtree(trial.folder)
 
 
 if __name__ == "__main__":

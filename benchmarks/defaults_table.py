@@ -1,0 +1,75 @@
+"""Tables of `python -m benchmarks.defaults table`: what the runs of a JSONL come to, as Markdown."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Run = dict[str, Any]
+Scores = dict[str, dict[int, float]]
+"""Options as JSON -> seed -> score."""
+FEWEST_SEEDS = 2
+"""Seeds below which a value is not compared with the defaults."""
+
+
+def print_tables(lines: Sequence[Run]) -> None:
+    """Print the shares of the defaults in the best gain, and those of adapters in the gain of all weights."""
+    before = {_place(one["run"]): float(one["score"]) for one in lines if one["run"]["what"] == "before"}
+    groups: defaultdict[tuple[str, ...], Scores] = defaultdict(lambda: defaultdict(dict))
+    for one in lines:
+        run = one["run"]
+        if "options" in run:
+            place = (run["what"], *_place(run))
+            groups[place][json.dumps(run["options"], sort_keys=True)][run["seed"]] = float(one["score"])
+    print("| model, collection, rows | before | defaults | best of the search | its score | share of the best gain |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for (what, *place), scores in groups.items():
+        if what == "search":
+            print(search_row(place, before[tuple(place)], scores))
+    print(
+        "\n| model, collection, rows | steps | trained, rate | gain by seed | share |\n| --- | --- | --- | --- | --- |"
+    )
+    for (what, *place), scores in groups.items():
+        if what == "adapters":
+            print("\n".join(adapter_rows(place, before[tuple(place)], scores)))
+
+
+def search_row(place: Sequence[str], before: float, scores: Mapping[str, Mapping[int, float]]) -> str:
+    """Return the row of one model on one collection."""
+    means = {one: statistics.mean(found.values()) for one, found in scores.items() if len(found) >= FEWEST_SEEDS}
+    best = max(means, key=lambda one: means[one])
+    gain, most = means["{}"] - before, means[best] - before
+    share = f"{gain / most:.0%}" if most > 0 else "no gain at any value"
+    return (
+        f"| {', '.join(place[:3])} | {before:.4f} | {means['{}']:.4f} | {_named(best)} | {means[best]:.4f} | {share} "
+        f"({len(scores) - 1} values tried) |"
+    )
+
+
+def adapter_rows(place: Sequence[str], before: float, scores: Mapping[str, Mapping[int, float]]) -> list[str]:
+    """Return a row for each rate, as a share of what all weights gain at their default in the same steps."""
+    rows = []
+    for one, found in scores.items():
+        options = json.loads(one)
+        steps = options["max_steps"]
+        whole = scores[json.dumps({"eval_steps": None, "max_steps": steps}, sort_keys=True)]
+        gains = [value - before for _, value in sorted(found.items())]
+        most = statistics.mean(whole.values()) - before
+        trained = "adapters" if options.get("use_lora") else "all weights"
+        rows.append(
+            f"| {', '.join(place[:3])} | {steps} | {trained}, {options.get('learning_rate', 'auto')} "
+            f"| {', '.join(f'{gain:.4f}' for gain in gains)} | {statistics.mean(gains) / most:.0%} |"
+        )
+    return sorted(rows)
+
+
+def _place(run: Run) -> tuple[str, ...]:
+    return run["family"], run["collection"], f"{run['size']:,d} rows", str(run["max_length"])
+
+
+def _named(options: str) -> str:
+    given = json.loads(options)
+    return ", ".join(f"`{name}: {value}`" for name, value in given.items()) or "the defaults"
