@@ -28,10 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.collections_here import COLLECTIONS, Collection
 from benchmarks.defaults_table import print_tables
 from benchmarks.tiny_models import MODELS
 from benchmarks.train import machine
+from vembed.tools.demo import demo_model
 
 Options = dict[str, Any]
 
@@ -41,7 +44,7 @@ RATES: dict[str, tuple[float, ...]] = {
     "clip": (2.5e-4, 1e-3, 2e-3, 4e-3),
 }
 """Learning rates that are tried for each family: MiniLM is trained further, the others begin with initial weights."""
-LONGER: dict[str, tuple[float, ...]] = {"encoder": (3, 12), "decoder": (12, 24), "clip": (12, 24)}
+LONGER: dict[str, tuple[float, ...]] = {"encoder": (3, 12), "decoder": (6, 12, 48), "clip": (6, 12, 48)}
 SEARCHED: list[Options] = [
     {"temperature": 0.02},
     {"temperature": 0.1},
@@ -50,7 +53,6 @@ SEARCHED: list[Options] = [
     {"bidirectional": True},
     {"warmup_ratio": 0.0},
     {"weight_decay": 0.1},
-    {"use_lora": True, "lora_r": 64},
 ]
 """Values that are tried by hand, one option at a time, besides learning rates and epochs."""
 NUM_CONFIRMED = 2
@@ -92,17 +94,18 @@ class Trial:
     def __post_init__(self) -> None:
         given = self.arguments
         self.folder = Path(tempfile.mkdtemp())
-        self.data, self.test = parts(given.collection, given.size, given.val)
+        self.data, self.test = parts(given.collection, given.size, given.val, given.max_length)
         (self.folder / "model").mkdir()
         self.model = MODELS[given.family](self.folder / "model")
         self.about: Options = {
             "what": given.what, "collection": given.collection, "family": given.family, "size": given.size,
-            "max_length": given.max_length,
+            "max_length": given.max_length, **({"given": dict(given.option)} if given.option else {}),
         }  # fmt: skip
 
     def before(self) -> float:
         """Return the score of the model as it is."""
         run = {**self.about, "what": "before"}
+        run.pop("given", None)
         known = self.runs.done.get(self.runs.key(run))
         found = known or self.runs.add(run, score=score(self.model, self.test, self.folder))
         return float(found["score"])
@@ -116,7 +119,10 @@ class Trial:
                 raise TimeoutError
             began = time.monotonic()
             own = self.folder / "run"
-            model = train(self.data, own, self.model, options, self.arguments.max_length, seed)
+            # The folders of the other families hold initial weights: from_scratch says so.
+            given = {**({} if self.arguments.family == "encoder" else {"from_scratch": True}), **options}
+            given = {**dict(self.arguments.option), **given}
+            model = train(self.data, own, self.model, given, seed)
             known = self.runs.add(
                 run, score=score(model, self.test, self.folder), seconds=round(time.monotonic() - began)
             )
@@ -124,14 +130,32 @@ class Trial:
         return float(known["score"])
 
 
-def parts(name: str, size: int, num_val: int) -> tuple[Collection, Collection]:
-    """Return a collection and one with the same training data whose validation rows are the test set."""
+def parts(name: str, size: int, num_val: int, max_length: int) -> tuple[Collection, Collection]:
+    """Return a collection and one with the same training data whose validation rows are the test set. Texts are cut
+    to so many tokens here, so that a model reads the same before and after its training."""
     both = COLLECTIONS[name](size, 2 * num_val)
-    val, test = both.val[::2], both.val[1::2]
-    return Collection(both.train, val, both.loss), Collection(both.train, test, both.loss)
+    train, val = shortened(both.train, max_length), shortened(both.val, max_length)
+    return Collection(train, val[::2], both.loss), Collection(train, val[1::2], both.loss)
 
 
-def train(data: Collection, folder: Path, model: Path, options: Options, max_length: int, seed: int) -> Path:
+def shortened(rows: list[dict[str, Any]], max_length: int) -> list[dict[str, Any]]:
+    """Return rows whose texts have at most so many tokens of MiniLM, with the two at their ends."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(demo_model() / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        places = tokenizer.encode(value, add_special_tokens=False).offsets
+        return value if len(places) <= max_length - 2 else value[: places[max_length - 3][1]]
+
+    return [{name: cut(value) for name, value in row.items()} for row in rows]
+
+
+def train(data: Collection, folder: Path, model: Path, options: Options, seed: int) -> Path:
     """Train by the four-line config with `options`; return the model."""
     import vembed
 
@@ -142,7 +166,6 @@ def train(data: Collection, folder: Path, model: Path, options: Options, max_len
         "val_data_path": str(val_file),
         "output_dir": str(folder / "run"),
         "loss": data.loss,
-        "max_length": max_length,
         "seed": seed,
         "report_to": "none",
         "console": "quiet",
@@ -198,14 +221,14 @@ def score(model: Path, data: Collection, folder: Path) -> float:
 
 def peers(arguments: argparse.Namespace) -> Iterator[Options]:
     """Yield the scores of both sides by seed."""
-    data, test = parts(arguments.collection, arguments.size, arguments.val)
+    data, test = parts(arguments.collection, arguments.size, arguments.val, arguments.max_length)
     model = MODELS[arguments.family](Path(tempfile.mkdtemp()))
     for seed in range(arguments.seeds):
         found: Options = {"collection": arguments.collection, "size": arguments.size, "seed": seed}
         folder = Path(tempfile.mkdtemp())
         if seed == 0:
             found["before"] = score(model, test, folder)
-        ours = train(data, folder / "ours", model, dict(arguments.option), arguments.max_length, seed)
+        ours = train(data, folder / "ours", model, dict(arguments.option), seed)
         found["vembed"] = score(ours, test, folder)
         theirs = train_with_peer(data, folder / "theirs", model, arguments.max_length, seed)
         found["sentence-transformers"] = score(theirs, test, folder)
@@ -219,7 +242,7 @@ def search(trial: Trial) -> None:
     trial.before()
     tried: list[Options] = [{"learning_rate": value} for value in RATES[given.family]]
     tried += [{"epochs": value} for value in LONGER[given.family]]
-    tried += [one for one in SEARCHED if given.family != "clip" or "use_lora" not in one]
+    tried += SEARCHED
     if given.only:
         tried = [one for one in tried if set(one) & set(given.only)]
     confirm(trial, [{}], range(given.seeds))
@@ -233,7 +256,7 @@ def adapters(trial: Trial) -> None:
     given = trial.arguments
     trial.before()
     for steps in given.steps:
-        own: Options = {"max_steps": steps, "eval_steps": None}
+        own: Options = {"max_steps": steps, "eval_steps": None, "eval_before": False}
         tried = [own, {**own, "use_lora": True}]
         tried += [{**own, "use_lora": True, "learning_rate": value} for value in given.rates]
         tried += [{**own, "learning_rate": value} for value in given.full_rates]
@@ -247,6 +270,11 @@ def confirm(trial: Trial, options: Sequence[Options], seeds: Sequence[int]) -> N
             trial.score(one, seed)
 
 
+def _option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    return name, yaml.safe_load(value)
+
+
 def main() -> None:
     """Run one comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -256,13 +284,13 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=300)
     parser.add_argument("--val", type=int, default=150, help="rows of the validation set and of the test set")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--max-length", type=int, default=32)
+    parser.add_argument("--max-length", type=int, default=32, help="tokens at which texts are cut")
     parser.add_argument("--only", nargs="*", default=[], help="options to search; all if left out")
     parser.add_argument("--steps", nargs="*", type=int, default=[20])
     parser.add_argument("--rates", nargs="*", type=float, default=[], help="further learning rates of adapters")
     parser.add_argument("--full-rates", nargs="*", type=float, default=[], help="further learning rates of all weights")
     parser.add_argument("--minutes", type=float, default=1e6)
-    parser.add_argument("--option", nargs="*", default=[], type=lambda text: tuple(text.split("=", 1)))
+    parser.add_argument("--option", nargs="*", default=[], type=_option, help="name=value, in every run")
     parser.add_argument("--output", default="defaults.jsonl")
     arguments = parser.parse_args()
     output = Path(arguments.output)

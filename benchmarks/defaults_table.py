@@ -55,7 +55,7 @@ def adapter_rows(place: Sequence[str], before: float, scores: Mapping[str, Mappi
     for one, found in scores.items():
         options = json.loads(one)
         steps = options["max_steps"]
-        whole = scores[json.dumps({"eval_steps": None, "max_steps": steps}, sort_keys=True)]
+        whole = scores[json.dumps({"eval_before": False, "eval_steps": None, "max_steps": steps}, sort_keys=True)]
         gains = [value - before for _, value in sorted(found.items())]
         most = statistics.mean(whole.values()) - before
         trained = "adapters" if options.get("use_lora") else "all weights"

@@ -12,17 +12,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import torch
 import yaml
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 import vembed
 from vembed.tools.demo_data import split_by_module, standard_library_pairs, write_pairs
 from vembed.tools.train_tokenizer import train_tokenizer
 from vembed.training.callbacks import StepInfo
 
-NUM_PAIRS, NUM_VALIDATION = 600, 120
+NUM_PAIRS, NUM_VALIDATION = 3000, 200
+NUM_COMPARED = 64
 
 
 def main() -> None:
@@ -57,6 +63,8 @@ def main() -> None:
     }
     for name, more in stages.items():
         result = vembed.train(given.config, [f"stage={name}", *more, *options], on_step=show if rank == 0 else None)
+        if rank == 0 and name == "pretrain" and not given.baseline:
+            print(use_of_latent(result.model_dir, config["model_config"], data))
     if rank == 0:
         print(f"model: {result.model_dir}")
 
@@ -64,6 +72,36 @@ def main() -> None:
 def show(info: StepInfo) -> None:
     """Print the loss of a step."""
     print(f"Loss: {info.loss:.4f}")
+
+
+def use_of_latent(folder: Path, sizes: dict[str, Any], data: Path) -> str:
+    """Return how much Z tells on the validation texts, and the loss with the Z of another text in its place."""
+    sys.path.insert(0, str(Path(__file__).parent / "own_model"))
+    from free_transformer.model import FreeTransformer, ModelConfig, kl_to_uniform
+
+    model = FreeTransformer(ModelConfig(**sizes))
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({name.removeprefix("own."): one.float() for name, one in weights.items()})
+    lines = (data / "validation.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_COMPARED]
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    texts = [json.loads(line)["positive"] for line in lines]
+    batch = tokenizer(texts, padding=True, truncation=True, max_length=48, return_tensors="pt")
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        _, z_logits = model.train().decode(ids, mask)  # in training mode the bits are drawn
+        latent = model.mapper(z_logits)
+
+        def loss(given: torch.Tensor) -> float:
+            sums, counts = model.losses(model.decode(ids, mask, given)[0], None, ids, mask)["next_token"]
+            return float(sums.sum() / counts.sum())
+
+        kl = float((kl_to_uniform(z_logits) * mask).sum() / mask.sum())
+        own, other = loss(latent), loss(latent.roll(1, dims=0))
+    return (
+        f"latent: KL {kl:.3f} nats per token ({model.config.free_bits:.3f} are free); next-token loss {own:.3f} with "
+        f"Z, {other:.3f} with the Z of another text"
+    )
 
 
 def prepare(folder: Path, vocab_size: int) -> None:

@@ -24,7 +24,9 @@ ALPHA = 32
 HEAD = 1e-3
 """Peak for a linear layer on frozen features, and for new projections."""
 SCRATCH = 5e-4
-"""Peak for initial weights of up to 512 dimensions."""
+"""Peak for initial weights of 512 dimensions: less by the root of the width, and more in proportion where it is
+smaller, up to MOST_SCRATCH."""
+MOST_SCRATCH = 2e-3
 TWO_TOWERS = 1e-5
 """Peak for CLIP and SigLIP: their towers were trained on batches of tens of thousands of pairs."""
 LOWEST, HIGHEST = 5e-6, 1e-4
@@ -52,7 +54,8 @@ def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
     if trained.what == "head":
         return Decision(HEAD, "only layers behind the pooling are trained")
     if trained.is_new and trained.what == "weights":
-        rate = SCRATCH * min(1.0, math.sqrt(512 / trained.width))
+        rate = SCRATCH * (512 / trained.width if trained.width < 512 else math.sqrt(512 / trained.width))
+        rate = min(rate, MOST_SCRATCH)
         return Decision(_two_digits(rate), f"from scratch: initial weights of {trained.width:,d} dimensions")
     rate, reason = _of_weights(trained)
     if trained.what == "weights":

@@ -13,6 +13,8 @@ from vembed.config.schema import TrainConfig
 FEW = 100.0
 """A data set of n examples is seen FEW / sqrt(n) times: 6 times for 300, twice for 3,000, once for 10,000."""
 MOST_EPOCHS = 6
+FROM_SCRATCH = 4
+"""Ratio of the passes of initial weights to those of trained ones."""
 NUM_EVALUATIONS = 10
 FEWEST_EVALUATIONS = 3
 SHARE = 0.1
@@ -95,15 +97,23 @@ def passes(config: TrainConfig, num_examples: int) -> Decision[float]:
     """Return the passes over the data."""
     if config.epochs != "auto":
         return Decision(config.epochs, "epochs")
+    if starts_from_nothing(config):
+        epochs = epochs_for(num_examples, FROM_SCRATCH)
+        return Decision(epochs, f"from scratch: initial weights see {num_examples:,d} examples {epochs:g} times")
     epochs = epochs_for(num_examples)
     if epochs == 1:
         return Decision(epochs, f"{num_examples:,d} examples are enough for one pass")
     return Decision(epochs, f"{num_examples:,d} examples are few: each is seen {epochs:g} times")
 
 
-def epochs_for(num_examples: int) -> float:
-    """Return the passes over so many examples."""
-    return float(min(max(round(FEW / math.sqrt(num_examples)), 1), MOST_EPOCHS))
+def starts_from_nothing(config: TrainConfig) -> bool:
+    """Return True if the config says that the weights are initial ones."""
+    return config.from_scratch or (config.model_class is not None and config.model_name == config.model_class)
+
+
+def epochs_for(num_examples: int, times: int = 1) -> float:
+    """Return the passes over so many examples, times a factor."""
+    return float(min(max(round(times * FEW / math.sqrt(num_examples)), 1), times * MOST_EPOCHS))
 
 
 def rhythm(config: TrainConfig, size: Size) -> Rhythm:

@@ -189,13 +189,20 @@ class LossOptions(Frozen, title="loss"):
     the optimum. angle: cosent by the angle in the complex plane (AnglE). kl, margin_mse, score_mse, relational: a
     teacher's scores. embedding: a teacher's vectors. spread_out: queries and documents away from each other. listwise,
     ranknet: graded scores of a query's documents. anchor: distance to the embeddings of the start model, for sources of
-    texts alone. none: `auxiliary_losses` alone, as for pre-training."""
+    texts alone. none: `auxiliary_losses` alone, or the language-model head of a published model, as for
+    pre-training."""
     anchor_weight: NonNegativeFloat = 0.0
     """Weight of a further term against forgetting: the mean of 1 - cos(z, z0) over all inputs of the batch, z0 the
     embedding that `model_name` gives before training. A source of texts alone (`text`) with `losses: [{loss: anchor}]`
     adds unlabelled texts. The vectors are computed once and kept on disk, as a teacher's."""
     auxiliary_losses: dict[str, float] | None = None
     """Weight of each loss that an own model returns, by name. Default: 1 for each; 0: logged only."""
+    language_modelling: Literal["auto"] | bool = "auto"
+    """Train a text model by its own language-model head: a decoder by the next token (`next_token`), an encoder by
+    tokens that are hidden from it (`masked_token`). `auto`: with loss: none. true: beside another loss too, for
+    decoders, with the weight that `auxiliary_losses` gives."""
+    mlm_probability: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.15
+    """Share of an encoder's tokens that language modelling hides."""
     losses: list[LossTerm] | None = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
     own `temperature`, `teacher`, `guide` and other options of this section."""

@@ -396,9 +396,17 @@ def choose_units(model: nn.Module, fsdp: FsdpConfig, layer_classes: Sequence[str
         taken = {inner for unit in units for inner in unit.modules()}
         if fsdp.wrap_embeddings:
             units += [embedding for embedding in embedding_units(model) if embedding not in taken]
-    chosen = set(units)
+    chosen = {unit for unit in units if not _is_lent(model, unit)}
     # modules() lists outer modules first.
     return [module for module in reversed(list(model.modules())) if module in chosen]
+
+
+def _is_lent(model: nn.Module, unit: nn.Module) -> bool:
+    """Return True if the language-model head uses a weight of the unit too: it stays with the rest of the model, which
+    is gathered while the head runs."""
+    if not isinstance(model, EmbeddingModel) or model.language is None:
+        return False
+    return model.language.lends(unit, model.backbone)
 
 
 def _large_enough(units: list[nn.Module], min_num_params: int) -> list[nn.Module]:

@@ -17,7 +17,12 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedMode
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from vembed.errors import UserError
 from vembed.families.model_settings import LIBRARY_ERRORS, check_config, check_fit, first_sentence
@@ -106,6 +111,13 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> type[Pr
     if config.to_dict().get("is_encoder_decoder"):
         raise UserError(f"model_type {kind!r} is an encoder-decoder, which vembed does not support")
     return cast(type[PreTrainedModel], chosen)
+
+
+def language_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the model class with the language-model head: causal for decoders, masked for encoders. None if
+    Transformers has none."""
+    known = MODEL_FOR_CAUSAL_LM_MAPPING if is_decoder_only(config) else MODEL_FOR_MASKED_LM_MAPPING
+    return cast(type[PreTrainedModel], known[type(config)]) if type(config) in known else None
 
 
 def takes_pixels(config: PretrainedConfig, *, trust_remote_code: bool) -> bool:

@@ -16,7 +16,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from vembed.errors import UserError
-from vembed.families.backbones import ENCODER_ONLY, file_dtype, model_class
+from vembed.families.backbones import ENCODER_ONLY, file_dtype, language_class, model_class
 from vembed.families.model_settings import LIBRARY_ERRORS, first_sentence
 from vembed.families.weight_files import check_whole_weights
 from vembed.own.modeling import OwnConfig
@@ -56,15 +56,19 @@ def load_backbone(
     trust_remote_code: bool,
     meta: bool,
     from_scratch: bool = False,
+    with_head: bool = False,
     quantization: BitsAndBytesConfig | None = None,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Return the model with its weights.
 
-    `meta`: leave the parameters empty and fill the buffers only. `from_scratch`: draw random weights. `quantization`,
-    `device`: quantise the weights on that device while they are read.
+    `meta`: leave the parameters empty and fill the buffers only. `from_scratch`: draw random weights. `with_head`: the
+    model with its language-model head. `quantization`, `device`: quantise the weights on that device while they are
+    read.
     """
     chosen = model_class(config, trust_remote_code=trust_remote_code)
+    if with_head:
+        chosen = _with_head(config)
     if meta:
         resolved = file_dtype(config) if dtype == "auto" else dtype
         with init_empty_weights(include_buffers=False), _default_dtype(resolved):
@@ -95,9 +99,21 @@ def load_backbone(
     return cast(PreTrainedModel, model)
 
 
+def _with_head(config: PretrainedConfig) -> type[PreTrainedModel]:
+    found = language_class(config)
+    if found is None:
+        raise UserError(
+            f"Transformers has no language-model head for model_type {config.model_type!r}, by which loss: none would "
+            "train; give a loss, or language_modelling: false"
+        )
+    return found
+
+
 def _check_loading(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -> None:
     """Raise UserError if weights are missing from the folder, unless no embedding depends on them (poolers)."""
-    missing = sorted(name for name in info["missing_keys"] if not is_never_used(name))
+    # A base model's folder may lack a language-model head, which is then new.
+    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
+    missing = sorted(name for name in info["missing_keys"] if not is_never_used(name) and name.startswith(prefix))
     if missing:
         raise UserError(
             f"{folder} lacks {len(missing):,d} of the weights of {type(model).__name__}, {missing[0]} among them; "

@@ -25,6 +25,7 @@ from vembed.models.heads import Dense, Head, load_dense, mrl_projection
 from vembed.models.quantized import four_bit, rounded_to_four_bits
 from vembed.models.towers import frozen_towers, tower_module
 from vembed.models.two_towers import TwoTowers
+from vembed.own.modeling import OwnConfig
 
 log = logging.getLogger(__name__)
 
@@ -47,17 +48,19 @@ def build_backbone(
     *,
     meta: bool,
     compute_dtype: torch.dtype = torch.float32,
+    with_head: bool = False,
 ) -> nn.Module:
     """Return the backbone with its weights. `meta`: empty parameters. `device`, `compute_dtype`: where and in which
-    dtype it will compute."""
+    dtype it will compute. `with_head`: the model with its language-model head, whose base model is the backbone."""
     folder = Path(description.source)
-    text: nn.Module = _load(config, description, folder, device, compute_dtype, meta=meta)
+    whole = _load(config, description, folder, device, compute_dtype, meta=meta, with_head=with_head)
+    text: nn.Module = whole.base_model if with_head else whole
     if description.adapter is not None and not meta:
         if description.quantized:
             _round_layers(text)
         merge_saved_adapter(text, Path(description.adapter))
     if not description.traits.has_two_models:
-        return text
+        return whole
     assert description.image_source is not None
     assert description.text_hidden_dim is not None and description.image_hidden_dim is not None
     image = _load(config, description, Path(description.image_source), device, compute_dtype, meta=meta)
@@ -87,6 +90,7 @@ def _load(
     compute_dtype: torch.dtype,
     *,
     meta: bool,
+    with_head: bool = False,
 ) -> PreTrainedModel:
     trust = description.trust_remote_code
     model_config = backbones.read_config(folder, trust_remote_code=trust)
@@ -120,11 +124,14 @@ def _load(
         dtype=dtype,
         quantization=_four_bit(chosen, model_config, compute_dtype) if config.use_qlora else None,
         device=device,
-        attn_implementation=kernel,
+        attn_implementation=None if isinstance(model_config, OwnConfig) else kernel,
         trust_remote_code=trust,
         meta=meta,
         from_scratch=config.from_scratch,
+        with_head=with_head,
     )
+    if isinstance(model_config, OwnConfig) and takes_text and padded is None:
+        backbone.config._attn_implementation = kernel  # by which `packs` knows it
     if description.bidirectional_attention:
         backbone_loading.see_all_tokens(backbone)
     if description.traits.reads_chats and config.attn_implementation == "auto" and kernel != "flash_attention_2":

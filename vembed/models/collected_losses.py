@@ -1,4 +1,4 @@
-"""Losses that a model returns beside its hidden states: sums and counts of one forward pass."""
+"""What a model returns beside its pooled vectors: losses, as sums and counts of one forward pass, and hidden states."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from vembed.own.modeling import OwnOutput
 
 
 class Collected:
-    """Auxiliary losses of one forward pass."""
+    """Auxiliary losses of one forward pass, and the hidden states of its texts."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.states: Tensor | None = None
+        """[n, tokens, dim] before the pooling, for a language-model head."""
 
     def take(self, output: Any) -> None:
         """Take the losses of a model's output, if it has any."""

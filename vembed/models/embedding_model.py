@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from vembed.models.bf16 import use_bf16
 from vembed.models.building import build_backbone, build_head, cast_frozen_towers, scale_and_bias
 from vembed.models.collected_losses import Collected
 from vembed.models.heads import Dense, Head, principal_components
+from vembed.models.language_head import LanguageHead, has_language_head
 from vembed.models.modalities import (
     image_features,
     num_image_features,
@@ -48,11 +49,13 @@ class EmbeddingModel(nn.Module):
         head: Head | None = None,
         *,
         scale_and_bias: tuple[float, float] | None = None,
+        language: LanguageHead | None = None,
     ) -> None:
         super().__init__()
         self.description = description
         self.backbone = backbone
         self.head = head
+        self.language = language
         self._scale_and_bias = scale_and_bias
         self._projects = True
         self._autocasts = False
@@ -106,9 +109,16 @@ class EmbeddingModel(nn.Module):
         features = inputs.get(FEATURES)
         if features is None:
             found = Collected()
+            asked = None
+            if losses is not None and self.language is not None and modality == "text":
+                asked = self.language.hidden(inputs)
+                inputs = asked.inputs
             features = tower_features(self.description, self.backbone, modality, inputs, found)
             if losses is not None:
                 losses.update(found.in_normal_form(len(features)))
+            if losses is not None and self.language is not None and asked is not None:
+                assert found.states is not None
+                losses[self.language.name] = self.language(found.states, asked.targets, self.backbone)
         if not features_only:
             features = project(self.description, self.backbone, modality, features)
             if self.head is not None:
@@ -150,7 +160,7 @@ class EmbeddingModel(nn.Module):
 
     def has_auxiliary(self) -> bool:
         """True if the model may return losses of its own."""
-        return isinstance(self.backbone, OwnModel)
+        return isinstance(self.backbone, OwnModel) or self.language is not None
 
     def packs_texts(self) -> bool:
         """True if texts go through the model without their padding."""
@@ -227,12 +237,19 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # new weights depend on the seed only, not on earlier draws
         empty = meta and not config.use_qlora
-        backbone = build_backbone(config, description, computes_on, meta=empty, compute_dtype=compute_dtype)
+        has_language = has_language_head(config, description)
+        whole: Any = build_backbone(
+            config, description, computes_on, meta=empty, compute_dtype=compute_dtype, with_head=has_language
+        )
+        backbone: nn.Module = whole.base_model if has_language else whole
+        language = LanguageHead(whole, config, description) if has_language else None
         if wants_adapters(config):
             add_adapters(backbone, description.traits, config)
             settle(backbone)
         head = build_head(config, description)
-    model = EmbeddingModel(description, backbone, head, scale_and_bias=scale_and_bias(description))
+        if language is not None and wants_adapters(config) and not language.is_new:
+            language.requires_grad_(False)  # as all weights but the adapters
+    model = EmbeddingModel(description, backbone, head, scale_and_bias=scale_and_bias(description), language=language)
     freeze_unused(backbone, description.traits, description.image_pooling or description.pooling)
     if not wants_adapters(config):  # which keep out of frozen parts, and freeze all others themselves
         freeze_parts(backbone, description.traits, config.freeze)

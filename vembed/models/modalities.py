@@ -96,7 +96,8 @@ def padding_mask(inputs: Inputs) -> Tensor | None:
 def _text(description: ModelDescription, backbone: Backbone, inputs: Inputs, collected: Collected) -> Tensor:
     mask = padding_mask(inputs)
     if packing.packs(backbone):
-        hidden = packing.hidden_states(backbone, inputs["input_ids"], mask, inputs.get(packing.TOKENS))
+        hidden = packing.hidden_states(backbone, inputs["input_ids"], mask, inputs.get(packing.TOKENS), collected)
+        collected.states = hidden
         return pool(description.pooling, hidden, mask)
     arguments: dict[str, object] = {"input_ids": inputs["input_ids"]}
     if mask is not None:
@@ -108,6 +109,7 @@ def _text(description: ModelDescription, backbone: Backbone, inputs: Inputs, col
             arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
     output = backbone(**arguments)
     collected.take(output)
+    collected.states = output.last_hidden_state
     return pool(description.pooling, output.last_hidden_state, mask)
 
 

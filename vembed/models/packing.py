@@ -18,6 +18,8 @@ from transformers.utils import is_flash_attn_2_available
 from vembed.config.schema import TrainConfig
 from vembed.families.backbones import POSITIONS_AFTER_PADDING, is_decoder_only
 from vembed.models import cpu_kernels, flash3
+from vembed.models.collected_losses import Collected
+from vembed.own.modeling import PACKED, OwnConfig
 
 IMPLEMENTATION = "vembed_packed"
 """Name of `attention` in Transformers' registry. A backbone loaded with it packs its texts."""
@@ -32,6 +34,8 @@ def why_padded(config: TrainConfig, model: PretrainedConfig, device: torch.devic
     """Return the reason for padding texts with this model and device; None: they are packed."""
     if config.padding_free is False:
         return "padding_free: false"
+    if isinstance(model, OwnConfig):
+        return None if PACKED in model.inputs else f"the forward of {model.class_name} takes no {PACKED}"
     if model.model_type not in MODEL_TYPES:
         return f"{model.model_type} is not among the models that are tested without padding"
     if config.attn_implementation in ("eager", "sdpa"):
@@ -91,10 +95,12 @@ def token_index(mask: Tensor) -> Tensor:
     return mask.flatten().nonzero().squeeze(1)
 
 
-def hidden_states(backbone: Any, input_ids: Tensor, mask: Tensor | None, index: Tensor | None) -> Tensor:
+def hidden_states(
+    backbone: Any, input_ids: Tensor, mask: Tensor | None, index: Tensor | None, collected: Collected | None = None
+) -> Tensor:
     """Return hidden states [n, tokens, dim] of a padded micro-batch; only real tokens are computed, padding is zero.
 
-    `index`: `token_index(mask)`, if it is known.
+    `index`: `token_index(mask)`, if it is known. `collected` gets the model's own losses.
     """
     num_texts, longest = input_ids.shape
     device = input_ids.device
@@ -108,14 +114,20 @@ def hidden_states(backbone: Any, input_ids: Tensor, mask: Tensor | None, index: 
         starts = functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
     if backbone.config.model_type in POSITIONS_AFTER_PADDING:
         places = places + backbone.config.pad_token_id + 1
-    arguments: dict[str, Any] = {"use_cache": False} if is_decoder_only(backbone.config) else {}
-    output: Tensor = backbone(
-        input_ids=tokens[None],
-        position_ids=places[None],
-        attention_mask=tokens.new_zeros(1, 1, 1, 1),  # a 4D mask is passed through unchanged, and not used
-        packed=Packed(starts.to(torch.int32), longest),
-        **arguments,
-    ).last_hidden_state[0]
+    starts = starts.to(torch.int32)
+    if backbone.config.model_type == OwnConfig.model_type:
+        found = backbone(input_ids=tokens[None], cu_seqlens=starts)
+    else:
+        found = backbone(
+            input_ids=tokens[None],
+            position_ids=places[None],
+            attention_mask=tokens.new_zeros(1, 1, 1, 1),  # a 4D mask is passed through unchanged, and not used
+            packed=Packed(starts, longest),
+            **({"use_cache": False} if is_decoder_only(backbone.config) else {}),
+        )
+    if collected is not None:
+        collected.take(found)
+    output: Tensor = found.last_hidden_state[0]
     if index is not None:
         # Scatter back to the padded layout, out of place for autograd.
         output = output.new_zeros(num_texts * longest, output.shape[1]).index_copy(0, index, output)

@@ -21,7 +21,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 WEIGHTS = "model.safetensors"
-INPUTS = ("input_ids", "attention_mask", "pixel_values")
+PACKED = "cu_seqlens"
+"""Argument of a module that takes texts without padding: all in one row, and where each begins."""
+INPUTS = ("input_ids", "attention_mask", "pixel_values", PACKED)
 """Arguments that the forward of a module may have. It gets those that it names."""
 HIDDEN = ("last_hidden_state", "hidden_states", "embedding", "embeddings")
 """Names of the hidden states, or of the vectors, in a dictionary or dataclass that a module returns."""
@@ -95,15 +97,21 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         pixel_values: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         **_: Any,
     ) -> OwnOutput:
-        """Return what the module gives for texts or images."""
+        """Return what the module gives for texts or images. `cu_seqlens` int32 [n + 1]: input_ids [1, tokens] holds n
+        texts one behind the other, each from one of these positions to the next."""
         if attention_mask is None and input_ids is not None:
             attention_mask = torch.ones_like(input_ids)
-        values = {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values}
+        values = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values, PACKED: cu_seqlens,
+        }  # fmt: skip
         given = {name: values[name] for name in self.accepted if values[name] is not None}
         hidden, auxiliary = read_output(self.own(**given))
-        if hidden.ndim == 2:
+        if hidden.ndim == 2 and cu_seqlens is not None:
+            hidden = hidden.repeat_interleave(cu_seqlens.diff().long(), dim=0).unsqueeze(0)
+        elif hidden.ndim == 2:
             tokens = 1 if input_ids is None else input_ids.shape[1]
             hidden = hidden.unsqueeze(1).expand(-1, tokens, -1)
         elif hidden.ndim == 4:  # convolutional: [n, channels, height, width]

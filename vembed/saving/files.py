@@ -22,6 +22,7 @@ from vembed.models.adapters import has_adapters, merged_state, save_adapter
 from vembed.models.backbone_loading import quiet_transformers
 from vembed.models.building import empty_backbone
 from vembed.models.heads import Head
+from vembed.models.language_head import save_with_head
 from vembed.models.names import plain_name
 from vembed.models.processors import load_chat_template, load_tokenizer, save_processors
 from vembed.own.folder import is_own, save_code
@@ -75,7 +76,7 @@ def save_model(
         dtype = _dtype_that_holds(weights, dtype)
         changed = {} if weights else _changed_settings(description, backbone)
         if weights:
-            _write_backbone(folder, backbone, _stored(weights, dtype))
+            _write_backbone(folder, backbone, _stored(weights, dtype), _stored(_part(state, "language."), dtype))
         if is_own(Path(description.source)):
             save_code(Path(description.source), folder)
         save_processors(description, folder)
@@ -132,7 +133,7 @@ def _move_into(new: Path, target: Path) -> None:
     new.rmdir()
 
 
-def _write_backbone(folder: Path, backbone: Any, state: dict[str, Tensor]) -> None:
+def _write_backbone(folder: Path, backbone: Any, state: dict[str, Tensor], language_head: dict[str, Tensor]) -> None:
     floating = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     if isinstance(backbone, PreTrainedModel):
         # After gathering from shards, tied weights are separate tensors. Store one of them.
@@ -140,7 +141,10 @@ def _write_backbone(folder: Path, backbone: Any, state: dict[str, Tensor]) -> No
             if name in state and same in state:
                 state[name] = state[same]
     with quiet_transformers():
-        backbone.save_pretrained(folder, state_dict=state)
+        if language_head:
+            save_with_head(folder, backbone, state, language_head)
+        else:
+            backbone.save_pretrained(folder, state_dict=state)
     # save_pretrained writes the module's dtype to config.json, and loading uses it. Write the widest stored dtype, so
     # that no stored weight is rounded at loading.
     widest = str(functools.reduce(torch.promote_types, floating)).removeprefix("torch.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from vembed.families.backbones import layers_of
 from vembed.models.collected_losses import Collected
 from vembed.own.classes import OwnCode, find_class
 from vembed.own.folder import settings_of
-from vembed.own.modeling import OwnConfig, OwnModel, OwnOutput, accepted_inputs, load_weights
+from vembed.own.modeling import PACKED, OwnConfig, OwnModel, OwnOutput, accepted_inputs, load_weights
 
 TOLERANCE = 1e-5
 MAX_NAMED = 3
@@ -44,6 +45,7 @@ def check_model(named: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str,
         ("in evaluation it gives the same result twice", trial.same_twice),
         ("in training it gives the same result under the same seed", trial.replays),
         ("padding does not change the result", trial.padding),
+        *([("texts in one row, without padding, give the same result", trial.packed)] if trial.packs else []),
         ("the gradient reaches every parameter", trial.gradients),
         ("its own losses add up over micro-batches", trial.losses),
         ("it can be built without values, for processes that receive their weights", trial.builds_empty),
@@ -66,7 +68,8 @@ class Trial:
         self.kind = OwnModel.of(code.value)
         self.model = self._built(0)
         accepted = accepted_inputs(code.value)
-        self.reads_text = "input_ids" in accepted
+        self.kinds = [kind for kind, name in (("text", "input_ids"), ("image", "pixel_values")) if name in accepted]
+        self.packs = PACKED in accepted and "text" in self.kinds
         tables = [one.num_embeddings for one in self.model.modules() if isinstance(one, nn.Embedding)]
         self.num_ids = min(max(tables, default=100), 100)
 
@@ -74,45 +77,47 @@ class Trial:
 
     def shapes(self) -> str | None:
         """Try other numbers of inputs and of tokens."""
-        for count, length in ((1, 4), (3, 7)):
-            hidden = self._run(self.model, self._inputs(count, length))
+        for kind, (count, length) in itertools.product(self.kinds, ((1, 4), (3, 7))):
+            hidden = self._run(self.model, self._inputs(kind, count, length))
             assert hidden.last_hidden_state is not None
             found = tuple(hidden.last_hidden_state.shape)
-            wanted = (count, length, self.config.hidden_size) if self.reads_text else None
-            if wanted is not None and found != wanted:
+            wanted = (count, length, self.config.hidden_size)
+            if kind == "text" and found != wanted:
                 return (
                     f"{self.name} gives {list(found)} for {count} texts of {length} tokens, and must give "
                     f"{list(wanted)} (or one vector for each)"
                 )
             if found[0] != count or found[-1] != self.config.hidden_size:
                 size = self.config.hidden_size
-                return f"{self.name} gives {list(found)} for {count} inputs, not {size} numbers for each"
+                return f"{self.name} gives {list(found)} for {count} {kind}s, not {size} numbers for each"
         return None
 
     def same_twice(self) -> str | None:
         """Run twice in evaluation mode, without setting a seed."""
-        inputs = self._inputs(3, 7)
-        if self._distance(self._run(self.model, inputs), self._run(self.model, inputs)) > 0:
-            return f"{self.name} draws at random in evaluation mode too: let it do so only while self.training is true"
+        for inputs in self._every(3, 7):
+            if self._distance(self._run(self.model, inputs), self._run(self.model, inputs)) > 0:
+                return (
+                    f"{self.name} draws at random in evaluation mode too: let it do so only while self.training is true"
+                )
         return None
 
     def replays(self) -> str | None:
         """Run twice in training mode under one seed, as Gradient Cache does."""
-        inputs = self._inputs(3, 7)
-        first, second = (self._run(self.model, inputs, seed=5) for _ in range(2))
-        if self._distance(first, second) > 0:
-            return (
-                f"{self.name} draws from a hidden generator or changes its own state: under the same seed its second "
-                "forward pass differs, and Gradient Cache runs it twice; draw with torch's default generator"
-            )
+        for inputs in self._every(3, 7):
+            first, second = (self._run(self.model, inputs, seed=5) for _ in range(2))
+            if self._distance(first, second) > 0:
+                return (
+                    f"{self.name} draws from a hidden generator or changes its own state: under the same seed its "
+                    "second forward pass differs, and Gradient Cache runs it twice; draw with torch's default generator"
+                )
         return None
 
     def padding(self) -> str | None:
         """Compare a text alone with the same text beside a longer one."""
-        if not self.reads_text:
+        if "text" not in self.kinds:
             return None
-        alone = self._inputs(1, 4)
-        padded = self._inputs(2, 9)
+        alone = self._inputs("text", 1, 4)
+        padded = self._inputs("text", 2, 9)
         padded["input_ids"][0, :4] = alone["input_ids"][0]
         padded["attention_mask"][0, 4:] = 0
         padded["input_ids"][0, 4:] = 0
@@ -126,16 +131,36 @@ class Trial:
             )
         return None
 
+    def packed(self) -> str | None:
+        """Compare texts of three lengths in one row with each of them alone."""
+        texts = [self._inputs("text", 1, length) for length in (4, 7, 5)]
+        row = {name: torch.cat([one[name] for one in texts], dim=1) for name in texts[0]}
+        starts = torch.tensor([0, 4, 11, 16], dtype=torch.int32)
+        found = self._run(self.model, {**row, PACKED: starts}).last_hidden_state
+        wanted = torch.cat([_states(self._run(self.model, one)) for one in texts], dim=1)
+        if found is None or found.shape != wanted.shape:
+            return (
+                f"{self.name} takes {PACKED} and gives {None if found is None else list(found.shape)} for three texts "
+                f"of 16 tokens in one row: return {list(wanted.shape)}, or one vector for each text"
+            )
+        error = float((found - wanted).abs().max())
+        if not error <= TOLERANCE:
+            return (
+                f"{self.name} takes {PACKED}, and texts in one row change each other (by {error:.2g}): let each text "
+                f"see only the tokens between two of these positions, or leave {PACKED} out of the forward"
+            )
+        return None
+
     def gradients(self) -> str | None:
         """Backpropagate from everything that the module gives."""
-        output = self._run(self.model, self._inputs(3, 7), seed=1, with_graph=True)
-        assert output.last_hidden_state is not None
-        draws = torch.randn(output.last_hidden_state.shape, generator=torch.Generator().manual_seed(0))
-        total = (output.last_hidden_state * draws).sum()
-        for values in self._losses(output, 3).values():
-            total = total + values[0].sum()
         self.model.zero_grad(set_to_none=True)
-        torch.autograd.backward(total)
+        for inputs in self._every(3, 7):
+            output = self._run(self.model, inputs, seed=1, with_graph=True)
+            states = _states(output)
+            total = (states * torch.randn(states.shape, generator=torch.Generator().manual_seed(0))).sum()
+            for values in self._losses(output, 3).values():
+                total = total + values[0].sum()
+            torch.autograd.backward(total)
         without = [name.removeprefix("own.") for name, one in self.model.named_parameters() if one.grad is None]
         if without:
             more = f" and {len(without) - MAX_NAMED} more" if len(without) > MAX_NAMED else ""
@@ -147,7 +172,9 @@ class Trial:
 
     def losses(self) -> str | None:
         """Compare sums and counts of a batch with those of its inputs one by one."""
-        inputs = self._inputs(3, 6)
+        return next((found for inputs in self._every(3, 6) if (found := self._added(inputs)) is not None), None)
+
+    def _added(self, inputs: Inputs) -> str | None:
         if self._distance(*(self._run(self.model, inputs, seed=seed) for seed in (1, 2))) > 0:
             return None  # with dropout, or another draw, the parts differ from the whole
         whole = self._losses(self._run(self.model, inputs, seed=1), 3)
@@ -185,12 +212,12 @@ class Trial:
         if info["missing_keys"] or info["unexpected_keys"]:
             names = [*info["missing_keys"], *info["unexpected_keys"]]
             return f"{self.name} does not load what it saves: {names[0].removeprefix('own.')} differs"
-        inputs = self._inputs(2, 5)
-        if self._distance(self._run(self.model, inputs), self._run(other, inputs)) > 0:
-            return (
-                f"{self.name} gives something else after saving and loading: a random tensor is neither a parameter "
-                "nor a persistent buffer"
-            )
+        for inputs in self._every(2, 5):
+            if self._distance(self._run(self.model, inputs), self._run(other, inputs)) > 0:
+                return (
+                    f"{self.name} gives something else after saving and loading: a random tensor is neither a "
+                    "parameter nor a persistent buffer"
+                )
         return None
 
     # ---- parts -------------------------------------------------------------------------------------------------
@@ -200,9 +227,13 @@ class Trial:
             torch.manual_seed(seed)
             return self.kind(self.config).eval()
 
-    def _inputs(self, count: int, length: int) -> Inputs:
+    def _every(self, count: int, length: int) -> list[Inputs]:
+        """Return inputs of each kind that the module takes."""
+        return [self._inputs(kind, count, length) for kind in self.kinds]
+
+    def _inputs(self, kind: str, count: int, length: int) -> Inputs:
         draw = torch.Generator().manual_seed(count * 100 + length)
-        if self.reads_text:
+        if kind == "text":
             ids = torch.randint(1, self.num_ids, (count, length), generator=draw)
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         side = vars(self.model.own).get("image_size")
@@ -229,8 +260,12 @@ class Trial:
             raise UserError(f"model_class: {self.name}: {error}") from error
 
     def _distance(self, one: OwnOutput, other: OwnOutput) -> float:
-        assert one.last_hidden_state is not None and other.last_hidden_state is not None
-        return float((one.last_hidden_state - other.last_hidden_state).abs().max())
+        return float((_states(one) - _states(other)).abs().max())
+
+
+def _states(output: OwnOutput) -> Tensor:
+    assert output.last_hidden_state is not None
+    return output.last_hidden_state
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,203 @@
+"""Training by a published model's own language-model head: gradients of Transformers' own loss, files, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import vembed
+from tests import tiny
+from tests.harness import run_ranks
+from tests.parity.engine import BATCH_NUMBER, SEED, Case, build, examples, full_gradients, worst_error
+from vembed.config.loading import load_config
+from vembed.config.schema import TrainConfig
+from vembed.data.batches import rank_rows
+from vembed.data.features import Featuriser
+from vembed.data.feeding import Feeder
+from vembed.data.rank_batch import make_rank_batch
+from vembed.distributed.session import start_session
+from vembed.families.decisions import describe
+from vembed.models.embedding_model import build_model
+from vembed.models.language_head import IGNORED, has_language_head
+from vembed.training.auxiliary_losses import AuxiliaryLosses
+from vembed.training.frozen import InputSource
+from vembed.training.shortage import MemoryGuard
+from vembed.training.step import ContrastiveStep
+from vembed.training.update import synchronise
+
+CASES = [Case("cached-rows", micro="row"), Case("kept-graphs", micro="odd", cache=False)]
+
+
+def tied_qwen(directory: Path) -> Path:
+    """A Qwen3 whose head is its embedding matrix."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tiny.tiny_qwen3(directory)
+    config = Qwen3Config.from_pretrained(folder)
+    config.tie_word_embeddings = True
+    torch.manual_seed(1)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def config_of(folder: Path, **more: Any) -> TrainConfig:
+    """Training by the head alone."""
+    return load_config({"model_name": str(folder), "data_path": "none", "loss": "none", **more})
+
+
+def folders() -> list[Path]:
+    """A head of its own, and one that is the embedding matrix."""
+    return [tiny.shared(tiny.tiny_llama), tiny.shared(tied_qwen)]
+
+
+def on_ranks(strategy: str) -> list[dict[str, Tensor]]:
+    """The gradients of each model and case through the real step on this rank, and its part of the loss."""
+    found = []
+    with start_session(config_of(folders()[0], strategy=strategy)) as session:
+        for folder in folders():
+            for case in CASES:
+                config = config_of(folder, strategy=strategy, gradient_checkpointing=strategy == "fsdp")
+                embedder, loss, featuriser = build(case, config)
+                model = session.prepare(embedder, embedder.description.layer_classes)
+                rows = examples(case)
+                own = rank_rows(len(rows), session.rank, session.world_size)
+                rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
+                step = ContrastiveStep(
+                    model, loss, InputSource(model, Feeder(featuriser, session.device), session), session,
+                    case.budget(), MemoryGuard(session), SEED, auxiliary=AuxiliaryLosses(config),
+                )  # fmt: skip
+                result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
+                synchronise(model, loss, session)
+                found.append({**full_gradients(model), "loss": result.loss_share})
+    return found
+
+
+def wanted(folder: Path) -> dict[str, Tensor]:
+    """The loss of Transformers: the mean over the tokens of every text of the batch, as often as it occurs."""
+    from transformers import AutoModelForCausalLM
+
+    featuriser = Featuriser(describe(config_of(folder)))
+    items = [(one, kind) for example in examples(CASES[0]) for one, kind in occurrences(example)]
+    inputs = featuriser.collate(featuriser.features(items))  # type: ignore[arg-type]
+    model = AutoModelForCausalLM.from_pretrained(folder).double()
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
+    loss = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels).loss
+    loss.backward()
+    named = {
+        name.replace("model.", "backbone.", 1) if name.startswith("model.") else f"language.whole.{name}": one.grad
+        for name, one in model.named_parameters()
+    }
+    return {**named, "loss": loss.detach()}
+
+
+def occurrences(example: Any) -> list[tuple[Any, str]]:
+    later = [(item, "document") for item in (*example.positives, *example.negatives)]
+    return [(example.query, "query"), *later]
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_gradients_are_those_of_the_mean_over_all_tokens(strategy: str) -> None:
+    ranks = [on_ranks(strategy)] if strategy == "single" else run_ranks(
+        on_ranks, 2, strategy, timeout=100, process_group=False
+    )  # fmt: skip
+    expected = [wanted(folder) for folder in folders() for _ in CASES]
+    for number, one in enumerate(expected):
+        name, error = worst_error(ranks[0][number], one)
+        assert error < 1e-9, (number, name, error)
+        assert sum(float(rank[number]["loss"]) for rank in ranks) == pytest.approx(float(one["loss"]), rel=1e-9)
+
+
+def test_hidden_tokens_and_their_loss_are_those_of_transformers() -> None:
+    from transformers import AutoModelForMaskedLM
+
+    folder = tiny.shared(tiny.tiny_bert)
+    config = config_of(folder, mlm_probability=0.4)
+    description = describe(config)
+    model = build_model(config, description).double().eval()
+    assert model.language is not None and model.language.is_new
+    featuriser = Featuriser(description)
+    inputs = featuriser.collate(featuriser.features([(one, kind) for one, kind in occurrences(examples(CASES[0])[0])]))
+    torch.manual_seed(4)
+    (_,), (losses,) = model([("text", inputs)], with_auxiliary=True)
+    torch.manual_seed(4)
+    hidden = model.language.hidden(inputs)
+    shown, asked = hidden.inputs["input_ids"], hidden.targets != IGNORED
+    special = torch.isin(inputs["input_ids"], torch.tensor(model.language.tokens.special))
+    assert 0.2 < float(asked.sum() / (inputs["attention_mask"].bool() & ~special).sum()) < 0.6
+    assert not bool((asked & special).any()) and bool((shown[~asked] == inputs["input_ids"][~asked]).all())
+    whole = AutoModelForMaskedLM.from_pretrained(folder).double().eval()
+    own = {name.removeprefix("language.whole."): one for name, one in model.state_dict().items()}
+    own |= {name.replace("backbone.", "bert."): one for name, one in own.items() if name.startswith("backbone.")}
+    own["cls.predictions.decoder.weight"] = own["bert.embeddings.word_embeddings.weight"]
+    own["cls.predictions.decoder.bias"] = own["cls.predictions.bias"]
+    whole.load_state_dict({name: one for name, one in own.items() if name in whole.state_dict()})
+    with torch.no_grad():
+        expected = whole(input_ids=shown, attention_mask=inputs["attention_mask"], labels=hidden.targets).loss
+    sums, counts = losses["masked_token"]
+    assert float((sums.sum() / counts.sum()).detach()) == pytest.approx(float(expected), rel=1e-9)
+    assert counts.tolist() == asked.sum(1).tolist()
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder that was trained on texts alone."""
+    folder = tmp_path_factory.mktemp("adapted")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in tiny.texts(40, seed=2)))
+    pairs = [{"query": one, "positive": other} for one, other in zip(*[iter(tiny.texts(40, seed=3))] * 2, strict=True)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in pairs))
+    vembed.train(settings(folder, "first", model_name=str(tiny.shared(tiny.tiny_bert)), max_steps=40))
+    return folder
+
+
+def settings(folder: Path, name: str, **more: Any) -> dict[str, Any]:
+    """A short run on texts."""
+    return {
+        "data_path": str(folder / "texts.jsonl"), "loss": "none", "batch_size": 8, "max_steps": 2, "report_to": [],
+        "output_dir": str(folder / name), "learning_rate": 1e-2, "logging_steps": 1, "console": "quiet", **more,
+    }  # fmt: skip
+
+
+def losses_of(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss/masked_token"] for line in lines if "loss/masked_token" in json.loads(line)]
+
+
+def test_an_adapted_model_has_learned_and_keeps_its_head(adapted: Path) -> None:
+    from transformers import AutoModelForMaskedLM
+
+    first = losses_of(adapted / "first")
+    assert sum(first[-5:]) < 0.85 * sum(first[:5])
+    _, info = AutoModelForMaskedLM.from_pretrained(adapted / "first" / "final", output_loading_info=True)
+    assert not info["missing_keys"]
+    vembed.train(settings(adapted, "second", model_name=str(adapted / "first" / "final")))
+    assert losses_of(adapted / "second")[0] < 0.9 * first[0], "it goes on with the head of the first stage"
+
+
+def test_a_contrastive_stage_follows(adapted: Path) -> None:
+    given = settings(adapted, "pairs", model_name=str(adapted / "first" / "final"), loss="infonce")
+    result = vembed.train({**given, "data_path": str(adapted / "pairs.jsonl")})
+    assert vembed.Embedder(result.model_dir).encode(["a red cat"]).shape == (1, 32)
+    assert "language" not in (adapted / "pairs" / "training_log.txt").read_text()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    bert, qwen, vit = (tiny.shared(one) for one in (tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_vit))
+
+    def asks(folder: Path, **options: Any) -> bool:
+        config = config_of(folder, **options)
+        return has_language_head(config, describe(config))
+
+    assert asks(bert) and asks(qwen) and not asks(bert, language_modelling=False) and not asks(vit)
+    assert asks(qwen, loss="infonce", language_modelling=True) and not asks(qwen, loss="infonce")
+    for folder, options, said in (
+        (bert, {"loss": "infonce"}, "is an encoder, and tokens that are hidden"),
+        (qwen, {"bidirectional_attention": True}, "each token sees the next one"),
+        (vit, {}, "only text models"),
+    ):
+        with pytest.raises(vembed.UserError, match=said):
+            asks(folder, language_modelling=True, **options)

@@ -1,0 +1,222 @@
+"""LanguageHead: the language-model head of a published text model, and its loss, causal or masked language modelling.
+
+A decoder learns the next token of each text, an encoder the tokens that are hidden from it. The head's own code runs as
+Transformers has it: it stands in its class, in which the base model is replaced by the hidden states of this forward.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.families.backbones import is_decoder_only, language_class, read_config
+from vembed.families.description import ModelDescription
+from vembed.families.weight_files import read_tensors
+from vembed.models.processors import load_tokenizer
+from vembed.own.folder import is_own
+
+log = logging.getLogger(__name__)
+
+NEXT, MASKED = "next_token", "masked_token"
+"""Names of the losses: in `auxiliary_losses`, the log and metrics.jsonl."""
+IGNORED = -100
+AT_ONCE = 1024
+"""Tokens whose logits are held at once: those of a large vocabulary would take more memory than the model."""
+KEPT, EXCHANGED = 0.1, 0.1
+"""Of the tokens to be predicted: the share that stays as it is, and the share that another token replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Texts of a micro-batch as the model gets them, and the tokens that are to be predicted."""
+
+    inputs: dict[str, Tensor]
+    targets: Tensor
+    """[n, tokens]: what the hidden state of each place must tell; IGNORED where nothing is asked."""
+
+
+def has_language_head(config: TrainConfig, description: ModelDescription) -> bool:
+    """Return True if the run trains by the language-model head. Raise UserError if it asks for what cannot be."""
+    alone = config.loss == "none" and config.losses is None
+    asked = config.language_modelling
+    if asked is False or (asked == "auto" and not alone):
+        return False
+    problem = None
+    if is_own(Path(description.source)):
+        problem = "is an own model, which returns losses of its own"
+    elif not description.traits.reads_only_text or description.traits.has_two_models:
+        problem = f"is of the family {description.family}, and only text models have a language-model head here"
+    elif description.bidirectional_attention:
+        problem = "has bidirectional_attention: true, so that each token sees the next one, which it would predict"
+    elif not alone and not is_decoder_only(
+        read_config(Path(description.source), trust_remote_code=config.trust_remote_code)
+    ):
+        problem = "is an encoder, and tokens that are hidden from it would be hidden from the other loss too"
+    if problem is None:
+        return True
+    if asked == "auto":
+        return False
+    raise UserError(f"language_modelling: true is not possible: {description.name} {problem}; leave it out")
+
+
+class LanguageHead(nn.Module):
+    """The layers behind the hidden states that give the logits of tokens."""
+
+    def __init__(self, whole: PreTrainedModel, config: TrainConfig, description: ModelDescription) -> None:
+        """`whole`: the model with its head, of the class that `language_class` names. Its base model is taken out."""
+        super().__init__()
+        prefix = f"{whole.base_model_prefix}."
+        self.kind = type(whole)
+        self.is_causal = is_decoder_only(whole.config)
+        self.name = NEXT if self.is_causal else MASKED
+        # A tied weight is one parameter under two names: it stays where its first name is, and is lent in the forward.
+        self.tied: dict[str, str] = dict(whole.all_tied_weights_keys)
+        setattr(whole, whole.base_model_prefix, Given())
+        self.whole = whole
+        for target in self.tied:
+            holder, name = _holder(whole, target)
+            holder._parameters[name] = None
+        self.in_base = {source.removeprefix(prefix) for source in self.tied.values() if source.startswith(prefix)}
+        self.prefix = prefix
+        self.share = config.mlm_probability
+        self.tokens = _Tokens.of(description)
+        if not self.is_causal and self.tokens.mask is None:
+            raise UserError(
+                f"loss: none hides tokens from {description.name}, an encoder, and its tokenizer has no mask token: "
+                "add `mask_token` to it"
+            )
+        self.is_new = config.from_scratch or self._is_missing(Path(description.source))
+        log.info(
+            "language model: %s of %s, %s", self.name, self.kind.__name__,
+            "whose head is new" if self.is_new else "with the head of its files",
+        )  # fmt: skip
+
+    def hidden(self, inputs: Mapping[str, Tensor]) -> Hidden:
+        """Return what the model is given and what it must predict. An encoder's hidden tokens are drawn with torch's
+        default generator."""
+        ids = inputs["input_ids"]
+        mask = inputs.get("attention_mask")
+        is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        if self.is_causal:
+            targets = torch.full_like(ids, IGNORED)
+            both = is_token[:, 1:] & is_token[:, :-1]
+            targets[:, :-1] = torch.where(both, ids[:, 1:], IGNORED)
+            return Hidden(dict(inputs), targets)
+        may = is_token & ~torch.isin(ids, torch.tensor(self.tokens.special, device=ids.device))
+        chosen = may & (torch.rand(ids.shape, device=ids.device) < self.share)
+        how = torch.rand(ids.shape, device=ids.device)
+        others = torch.randint(self.tokens.count, ids.shape, device=ids.device)
+        shown = torch.where(how < KEPT, ids, torch.where(how < KEPT + EXCHANGED, others, int(self.tokens.mask or 0)))
+        targets = torch.where(chosen, ids, IGNORED)
+        return Hidden({**inputs, "input_ids": torch.where(chosen, shown, ids)}, targets)
+
+    def forward(self, states: Tensor, targets: Tensor, base: nn.Module) -> Tensor:
+        """Return [2, n]: for each text the sum of the tokens' cross-entropies and their number.
+
+        `states` [n, tokens, dim]: hidden states of the base model `base`.
+        """
+        asked = targets != IGNORED
+        counts = asked.sum(1)
+        if not bool(asked.any()):  # a dummy: its backward must reach the same parameters as that of the other ranks
+            asked = torch.zeros_like(asked).index_fill_(1, torch.tensor(0, device=asked.device), True)
+        rows = asked.nonzero()[:, 0]
+        chosen, wanted = states[asked], targets[asked]
+        entropies = [
+            checkpoint(self._entropy, some, ids, base, use_reentrant=False)
+            if torch.is_grad_enabled()
+            else self._entropy(some, ids, base)
+            for some, ids in zip(chosen.split(AT_ONCE), wanted.split(AT_ONCE), strict=True)
+        ]
+        found = torch.cat(entropies)
+        sums = found.new_zeros(len(states)).index_add(0, rows, found)
+        return torch.stack([sums, counts.to(sums.dtype)])
+
+    def _entropy(self, states: Tensor, wanted: Tensor, base: nn.Module) -> Tensor:
+        """Return the cross-entropy of each of [m, dim] states; 0 where nothing is asked."""
+        with self._lent(base):
+            stand_in: Any = getattr(self.whole, self.prefix[:-1])
+            stand_in.states = states[None]
+            logits = self.whole(input_ids=wanted[None].clamp(min=0)).logits[0]
+            stand_in.states = None
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return functional.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="none")
+
+    @contextmanager
+    def _lent(self, base: nn.Module) -> Iterator[None]:
+        """Put the tied weights where the head's code looks for them."""
+        places = []
+        for target, source in self.tied.items():
+            inside = source.startswith(self.prefix)
+            holder, name = _holder(base, source.removeprefix(self.prefix)) if inside else _holder(self.whole, source)
+            places.append((*_holder(self.whole, target), holder._parameters[name]))
+        for holder, name, weight in places:
+            holder._parameters[name] = weight
+        try:
+            yield
+        finally:
+            for holder, name, _ in places:
+                holder._parameters[name] = None
+
+    def lends(self, module: nn.Module, base: nn.Module) -> bool:
+        """Return True if a module of the base model holds a weight that the head uses too. Sharded, it must stay
+        gathered while the head runs."""
+        inner = set(map(id, module.modules()))
+        return any(id(_holder(base, name)[0]) in inner for name in self.in_base)
+
+    def _is_missing(self, folder: Path) -> bool:
+        stored = read_tensors(folder)
+        return any(name not in stored for name, _ in self.whole.named_parameters())
+
+
+class Given(nn.Module):
+    """Stands in the place of the base model and gives the hidden states that it was handed."""
+
+    states: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Return them."""
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.states)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    mask: int | None
+    special: tuple[int, ...]
+    count: int
+
+    @classmethod
+    def of(cls, description: ModelDescription) -> _Tokens:
+        tokenizer = load_tokenizer(description)
+        return cls(tokenizer.mask_token_id, tuple(tokenizer.all_special_ids), len(tokenizer.get_vocab()))
+
+
+def save_with_head(folder: Path, backbone: Any, state: Mapping[str, Tensor], head: Mapping[str, Tensor]) -> None:
+    """Write the model with its language-model head, as Transformers does. `state`: the base model's full state dict;
+    `head`: that of a LanguageHead."""
+    kind = language_class(backbone.config)
+    assert kind is not None
+    with torch.device("meta"):
+        whole = kind(backbone.config)
+    prefix = f"{whole.base_model_prefix}."
+    weights = {f"{prefix}{name}": one for name, one in state.items()}
+    weights |= {name.removeprefix("whole."): one for name, one in head.items()}
+    whole.save_pretrained(folder, state_dict=weights)
+
+
+def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the submodule that holds a parameter, and the parameter's name there."""
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path), leaf
