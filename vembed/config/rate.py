@@ -21,6 +21,9 @@ RAW = 6e-5
 ADAPTERS = 15.0
 """Ratio of the peak of adapters with alpha 32 to that of the weights that they change."""
 ALPHA = 32
+SHORT, SHORTEST = 48, 16
+"""Steps of a run below which adapters get a higher rate, by the root of what is missing, and the end of that: B begins at
+zero, so a short run ends before A and B have grown together."""
 HEAD = 1e-3
 """Peak for a linear layer on frozen features, and for new projections."""
 SCRATCH = 5e-4
@@ -47,6 +50,8 @@ class Trained:
     """True if the weights are initial ones, from which nothing was trained yet."""
     has_scale: bool = False
     """True if the weights contain the scale of the loss that they were trained with, as those of CLIP and SigLIP do."""
+    total_steps: int = SHORT
+    """Steps of the run."""
 
 
 def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
@@ -64,7 +69,9 @@ def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
     # with use_rslora it is alpha / sqrt(r), and the root of the rank is left.
     strength = config.lora_alpha * (math.sqrt(config.lora_r) if config.use_rslora else 1.0)
     rate *= ADAPTERS * min(max(ALPHA / strength, 0.1), 10.0)
+    rate *= math.sqrt(SHORT / min(max(trained.total_steps, SHORTEST), SHORT))
     root = ", rslora" if config.use_rslora else ""
+    root += f", only {trained.total_steps:,d} steps" if trained.total_steps < SHORT else ""
     return Decision(
         _two_digits(rate),
         f"LoRA of rank {config.lora_r}, alpha {config.lora_alpha}{root}: {rate / _of_weights(trained)[0]:.3g} times "

@@ -198,9 +198,8 @@ class LossOptions(Frozen, title="loss"):
     auxiliary_losses: dict[str, float] | None = None
     """Weight of each loss that an own model returns, by name. Default: 1 for each; 0: logged only."""
     language_modelling: Literal["auto"] | bool = "auto"
-    """Train a text model by its own language-model head: a decoder by the next token (`next_token`), an encoder by
-    tokens that are hidden from it (`masked_token`). `auto`: with loss: none. true: beside another loss too, for
-    decoders, with the weight that `auxiliary_losses` gives."""
+    """Train by the model's own language-model head: `next_token` for decoders, `masked_token` for encoders. `auto`: with
+    loss: none. true: beside another loss too, for decoders, with the weight that `auxiliary_losses` gives."""
     mlm_probability: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.15
     """Share of an encoder's tokens that language modelling hides."""
     losses: list[LossTerm] | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vembed.config.rate import HEAD, Trained, What, peak_rate
+from vembed.config.rhythm import starts_from_nothing
 from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
@@ -20,19 +21,21 @@ from vembed.training.optim import is_head
 log = logging.getLogger("vembed")
 
 
-def with_rate(config: TrainConfig, embedder: EmbeddingModel, session: Session) -> TrainConfig:
+def with_rate(config: TrainConfig, embedder: EmbeddingModel, session: Session, total_steps: int) -> TrainConfig:
     """Return the config with a number for `learning_rate`, and log why. Call it before the model is sharded, while rank
-    0 holds all of it. Collective."""
+    0 holds all of it. Collective. `total_steps`: of the run."""
     if config.learning_rate != "auto":
         return config
     description = embedder.description
+    is_new = collectives.broadcast_json(has_initial_norms(embedder) if session.is_main else None)
     facts = Trained(
         what=_what(config, embedder),
         family=description.family,
         width=description.text_hidden_dim or description.hidden_dim,
         is_tuned=_is_tuned(Path(description.source)),
-        is_new=collectives.broadcast_json(has_initial_norms(embedder) if session.is_main else None),
+        is_new=is_new or starts_from_nothing(config),
         has_scale=description.traits.has_scale_and_bias,
+        total_steps=total_steps,
     )
     decision = peak_rate(config, facts)
     log.info("learning_rate: %g (auto; %s)", decision.value, decision.reason)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from vembed.config.rhythm import Rhythm
+from vembed.config.rhythm import Rhythm, starts_from_nothing
 from vembed.config.schema import TrainConfig
 from vembed.training.averaging import WeightAverage
 from vembed.training.epoch_mining import EpochMiner
+from vembed.training.first_loss import FirstLoss
 from vembed.training.guards import Guards
 from vembed.training.hooks import Hook
 from vembed.training.patience import Patience
@@ -15,8 +16,10 @@ from vembed.training.schedule import Schedule
 
 
 def configured_hooks(config: TrainConfig, rhythm: Rhythm, schedule: Schedule) -> list[Hook]:
-    """Return the hooks of the options `ema`, `guards`, `mine`, `patience`, `report_every` and `push_to_hub`."""
+    """Return the hooks of `ema`, `guards`, `mine`, `patience`, `report_every`, `push_to_hub` and `from_scratch`."""
     hooks: list[Hook] = []
+    if starts_from_nothing(config):
+        hooks.append(FirstLoss())
     if config.ema is not None:
         hooks.append(WeightAverage(config.ema))
     if config.guards:

@@ -123,7 +123,7 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         compiles=session.placement.compilation.value,
         meta=session.builds_empty,
     )
-    config = with_rate(config, embedder, session)
+    config = with_rate(config, embedder, session, data.total_steps)
     if session.placement.copies_weights:
         embedder.compute_in_bf16()
     start_head(config, embedder, featuriser, data.examples, session)

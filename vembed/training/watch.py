@@ -119,7 +119,7 @@ class Watch(Hook):
         self.num_seen += 1
         self.lowest, self.highest = min(self.lowest, loss), max(self.highest, loss)
         cosine = mean_cosine(embeddings)
-        if cosine > COLLAPSED:
+        if cosine > COLLAPSED and self.loss != "none":
             self._once(
                 "collapse",
                 f"embeddings collapse: the mean cosine between inputs is {cosine:.3f}; lower learning_rate, check that "
