@@ -1,4 +1,4 @@
-"""Training by a published model's own language-model head: gradients of Transformers' own loss, files, refusals."""
+"""Training by a published model's own language-model head: gradients, files, refusals."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def on_ranks(strategy: str) -> list[dict[str, Tensor]]:
 
 
 def wanted(folder: Path) -> dict[str, Tensor]:
-    """The loss of Transformers: the mean over the tokens of every text of the batch, as often as it occurs."""
+    """The mean over the tokens of every text of the batch, as often as it occurs, by the model of Transformers."""
     from transformers import AutoModelForCausalLM
 
     featuriser = Featuriser(describe(config_of(folder)))
@@ -86,7 +86,11 @@ def wanted(folder: Path) -> dict[str, Tensor]:
     inputs = featuriser.collate(featuriser.features(items))  # type: ignore[arg-type]
     model = AutoModelForCausalLM.from_pretrained(folder).double()
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
-    loss = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels).loss
+    # Not by `labels`: Transformers would take the logits in float32.
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
+    )
     loss.backward()
     named = {
         name.replace("model.", "backbone.", 1) if name.startswith("model.") else f"language.whole.{name}": one.grad
@@ -137,7 +141,8 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers() -> None:
     own["cls.predictions.decoder.bias"] = own["cls.predictions.bias"]
     whole.load_state_dict({name: one for name, one in own.items() if name in whole.state_dict()})
     with torch.no_grad():
-        expected = whole(input_ids=shown, attention_mask=inputs["attention_mask"], labels=hidden.targets).loss
+        logits = whole(input_ids=shown, attention_mask=inputs["attention_mask"]).logits
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), hidden.targets.flatten())
     sums, counts = losses["masked_token"]
     assert float((sums.sum() / counts.sum()).detach()) == pytest.approx(float(expected), rel=1e-9)
     assert counts.tolist() == asked.sum(1).tolist()

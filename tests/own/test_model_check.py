@@ -22,6 +22,7 @@ SMALL = {"vocab_size": 300, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "
         (f"{ROOT / 'tests/own/bag.py'}:Bag", {}),
         (f"{ROOT / 'tests/own/bag.py'}:Bag", {"dropout": 0.2}),
         (f"{ROOT / 'tests/own/conv.py'}:Convolutions", {}),
+        (f"{ROOT / 'tests/own/both.py'}:Both", {}),
         (FREE, SMALL),
         (FREE, {**SMALL, "use_latent": False}),
     ],
@@ -48,6 +49,14 @@ def test_a_broken_rule_gets_one_sentence(name: str, said: str) -> None:
     broken = [sentence for _, sentence in check_model(f"{ROOT / 'tests/own/broken.py'}:{name}", {}) if sentence]
     assert re.search(said, broken[0]) and "\n" not in broken[0]
     assert len(broken) == 1 or name == "AlwaysDropped"
+
+
+def test_texts_in_one_row_are_tried_where_the_class_takes_them() -> None:
+    rules = dict(check_model(f"{ROOT / 'tests/own/packed.py'}:PackedBag", {}))
+    assert len(rules) == 11 and not any(rules.values())
+    assert "texts in one row, without padding, give the same result" in rules
+    broken = [one for _, one in check_model(f"{ROOT / 'tests/own/packed.py'}:Mixed", {}) if one]
+    assert len(broken) == 1 and "Mixed takes cu_seqlens, and texts in one row change each other" in broken[0]
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ from vembed.training.step import ContrastiveStep
 from vembed.training.update import synchronise
 
 BAG = f"{ROOT / 'tests/own/bag.py'}:Bag"
+PACKED = f"{ROOT / 'tests/own/packed.py'}:PackedBag"
+BOTH = f"{ROOT / 'tests/own/both.py'}:Both"
 CONVOLUTIONS = f"{ROOT / 'tests/own/conv.py'}:Convolutions"
 FREE = f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer"
 SMALL = {"vocab_size": 400, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "latent_dim": 8}
@@ -73,7 +75,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pixels = draw.integers(0, 255, (18, 18, 3), np.uint8)
             Image.fromarray(pixels).save(folder / f"{row}{side}.png")
         images.append({"query": {"image": f"{row}a.png"}, "positive": {"image": f"{row}b.png"}})
-    for name, rows in (("pairs", pairs), ("images", images), ("texts", [{"text": one} for one in words])):
+    both = [{"query": pairs[row]["query"], "positive": one["positive"]} for row, one in enumerate(images)]
+    rows_of = {"pairs": pairs, "images": images, "both": both, "texts": [{"text": one} for one in words]}
+    for name, rows in rows_of.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -184,13 +188,17 @@ def test_gradients_with_auxiliary_losses_are_those_of_the_formula(
 
 
 def train_all(place: Path) -> list[dict[str, float]]:
-    """Three models in shards with Gradient Cache, one after the other."""
+    """Models in shards with Gradient Cache, one after the other; two of them under FSDP1."""
     sharded = {"use_fsdp": True, "eval_before": False}
     found = []
     for name, values in {
         "bag": {"model_class": BAG, "auxiliary_losses": WEIGHTS},
         "convolutions": {"model_class": CONVOLUTIONS, "data_path": str(place / "images.jsonl")},
         "free": {"model_class": FREE, "model_config": SMALL, "use_mrl": True, "mrl_dims": [16, 8]},
+        "packed": {"model_class": PACKED, "learning_rate": "auto"},
+        "both": {"model_class": BOTH, "data_path": str(place / "both.jsonl")},
+        "bag1": {"model_class": BAG, "auxiliary_losses": WEIGHTS, "fsdp_version": 1},
+        "free1": {"model_class": FREE, "model_config": SMALL, "use_mrl": True, "mrl_dims": [16, 8], "fsdp_version": 1},
     }.items():
         vembed.train(options(place, name, **sharded, **values))
         lines = (place / name / "metrics.jsonl").read_text().splitlines() if (place / name).is_dir() else []
@@ -210,6 +218,30 @@ def test_models_train_in_shards_with_gradient_cache(trained: list[dict[str, floa
     log = (place / "free" / "training_log.txt").read_text()
     assert "FSDP2: 3 units (3 DecoderBlock) and the rest of the model" in log
     assert "2 units (2 Block)" in (place / "convolutions" / "training_log.txt").read_text()
+
+
+def test_fsdp1_gives_the_losses_of_fsdp2(trained: list[dict[str, float]], place: Path) -> None:
+    assert "FSDP1" in (place / "bag1" / "training_log.txt").read_text()
+    for two, one in ((0, 5), (2, 6)):
+        assert trained[one] == pytest.approx(trained[two], rel=1e-4)
+
+
+def test_a_module_takes_texts_in_one_row(trained: list[dict[str, float]], place: Path) -> None:
+    """Its vectors are those of padded texts, and the first loss of weights from nothing is compared."""
+    assert trained[3].keys() >= {"loss/word_size"}
+    log = (place / "packed" / "training_log.txt").read_text()
+    assert "texts: without padding" in log and "step 1: loss" in log and "candidates is" in log
+    assert "learning_rate: 0.002 (auto; from scratch: initial weights of 16 dimensions)" in log
+    model = vembed.Embedder(place / "packed" / "final", trust_remote_code=True)
+    some = tiny.texts(3, seed=4)
+    one_by_one = np.concatenate([model.encode([text]) for text in some])
+    assert np.abs(model.encode(some) - one_by_one).max() < 1e-6
+
+
+def test_a_module_takes_texts_and_images(trained: list[dict[str, float]], place: Path) -> None:
+    del trained
+    model = vembed.Embedder(place / "both" / "final", trust_remote_code=True)
+    assert model.encode([place / "0a.png"]).shape == model.encode(["a red cat"]).shape == (1, 16)
 
 
 @pytest.mark.parametrize("name", ["bag", "free"])

@@ -22,7 +22,7 @@ ADAPTERS = 15.0
 """Ratio of the peak of adapters with alpha 32 to that of the weights that they change."""
 ALPHA = 32
 SHORT, SHORTEST = 48, 16
-"""Steps of a run below which adapters get a higher rate, by the root of what is missing, and the end of that: B begins at
+"""Steps of a run below which adapters get a higher rate, by the root of the ratio, and the end of that: B begins at
 zero, so a short run ends before A and B have grown together."""
 HEAD = 1e-3
 """Peak for a linear layer on frozen features, and for new projections."""
