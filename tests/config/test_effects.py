@@ -459,10 +459,11 @@ ELSEWHERE = {
     "wandb_tags", "overwrite", "console", "eval_batch_tokens", "trust_remote_code", "num_processes", "num_machines",
     "ema", "guards", "model_class", "model_arguments", "tokenizer_name", "auxiliary_losses", "wrap_policy",
     "from_scratch", "anchor_weight", "push_to_hub", "push_public", "mine", "report_every",
+    "language_modelling", "mlm_probability",
 }  # fmt: skip
 """Options of the tests above that take a preparation of their own; `ema` and `guards` are in
 tests/training/test_guards_and_average.py, `mine` in tests/training/test_epoch_mining.py, those of own models in
-tests/own, of the Hub in tests/publish."""
+tests/own, of language modelling in tests/models/test_language_head.py, of the Hub in tests/publish."""
 
 
 def test_every_option_has_a_row() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import vembed
 from tests import tiny
@@ -30,6 +31,8 @@ from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep
 from vembed.training.update import synchronise
 
+ROUNDED = 2e-5
+"""Error in float64: the norms and rotary positions of these models round to float32 inside."""
 CASES = [Case("cached-rows", micro="row"), Case("kept-graphs", micro="odd", cache=False)]
 
 
@@ -78,25 +81,22 @@ def on_ranks(strategy: str) -> list[dict[str, Tensor]]:
 
 
 def wanted(folder: Path) -> dict[str, Tensor]:
-    """The mean over the tokens of every text of the batch, as often as it occurs, by the model of Transformers."""
-    from transformers import AutoModelForCausalLM
-
-    featuriser = Featuriser(describe(config_of(folder)))
+    """The mean over the tokens of every text of the batch, as often as it occurs, by the head's matrix."""
+    model, _, featuriser = build(CASES[0], config_of(folder, padding_free=False))
     items = [(one, kind) for example in examples(CASES[0]) for one, kind in occurrences(example)]
     inputs = featuriser.collate(featuriser.features(items))  # type: ignore[arg-type]
-    model = AutoModelForCausalLM.from_pretrained(folder).double()
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
-    # Not by `labels`: Transformers would take the logits in float32.
-    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-    loss = torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
-    )
+    labels[:, 1:].masked_fill_(inputs["attention_mask"][:, :-1] == 0, IGNORED)  # no token tells the first of a text
+    states = model.backbone(**inputs).last_hidden_state
+    assert model.language is not None and not model.language.is_new
+    own = dict(model.named_parameters())
+    logits = states @ own.get("language.whole.lm_head.weight", own["backbone.embed_tokens.weight"]).T
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     loss.backward()
-    named = {
-        name.replace("model.", "backbone.", 1) if name.startswith("model.") else f"language.whole.{name}": one.grad
-        for name, one in model.named_parameters()
-    }
-    return {**named, "loss": loss.detach()}
+    # The same by Transformers, whose norms and losses are float32.
+    theirs = AutoModelForCausalLM.from_pretrained(folder)(**inputs, labels=labels).loss.detach()
+    assert float(theirs) == pytest.approx(float(loss.detach()), rel=1e-5)
+    return {**full_gradients(model), "loss": loss.detach()}
 
 
 def occurrences(example: Any) -> list[tuple[Any, str]]:
@@ -112,8 +112,8 @@ def test_gradients_are_those_of_the_mean_over_all_tokens(strategy: str) -> None:
     expected = [wanted(folder) for folder in folders() for _ in CASES]
     for number, one in enumerate(expected):
         name, error = worst_error(ranks[0][number], one)
-        assert error < 1e-9, (number, name, error)
-        assert sum(float(rank[number]["loss"]) for rank in ranks) == pytest.approx(float(one["loss"]), rel=1e-9)
+        assert error < ROUNDED, (number, name, error)
+        assert sum(float(rank[number]["loss"]) for rank in ranks) == pytest.approx(float(one["loss"]), rel=1e-7)
 
 
 def test_hidden_tokens_and_their_loss_are_those_of_transformers() -> None:

@@ -189,8 +189,7 @@ class LossOptions(Frozen, title="loss"):
     the optimum. angle: cosent by the angle in the complex plane (AnglE). kl, margin_mse, score_mse, relational: a
     teacher's scores. embedding: a teacher's vectors. spread_out: queries and documents away from each other. listwise,
     ranknet: graded scores of a query's documents. anchor: distance to the embeddings of the start model, for sources of
-    texts alone. none: `auxiliary_losses` alone, or the language-model head of a published model, as for
-    pre-training."""
+    texts alone. none: the model's own losses alone, for pre-training: `auxiliary_losses`, `language_modelling`."""
     anchor_weight: NonNegativeFloat = 0.0
     """Weight of a further term against forgetting: the mean of 1 - cos(z, z0) over all inputs of the batch, z0 the
     embedding that `model_name` gives before training. A source of texts alone (`text`) with `losses: [{loss: anchor}]`
@@ -208,8 +207,8 @@ class LossOptions(Frozen, title="loss"):
     similarity: Literal["cosine", "dot"] = "cosine"
     """Similarity of two embeddings, in the loss, the evaluation and the saved model."""
     temperature: PositiveFloat = 0.05
-    """Divisor of the similarities. Smaller values weight hard negatives more. A learned temperature or scale starts
-    here if the option is given, otherwise from the value in the model's files (CLIP, SigLIP) or 0.05."""
+    """Divisor of the similarities. Smaller values weight hard negatives more. A learned one starts here if the option
+    is given, otherwise from the value in the model's files (CLIP, SigLIP) or 0.05."""
     learn_temperature: bool = False
     """Learn the temperature, starting at `temperature` and limited to [0.005, 1]."""
     bidirectional: bool = False
@@ -245,8 +244,7 @@ class LossOptions(Frozen, title="loss"):
     teachers: list[str | Teacher] | None = None
     """Models that teach: embedding models or rerankers, each a Hub name, a folder, or an entry with its own prompts."""
     teacher: str | None = None
-    """Which teacher a loss follows: one of `teachers`, a model, or `scores` for the scores in the data. Default: the
-    first of `teachers`."""
+    """Teacher of a loss: one of `teachers`, a model, or `scores` (those in the data). Default: the first of them."""
     teacher_temperature: PositiveFloat | None = None
     """loss: kl, score_mse, listwise: a teacher's scores are divided by it. Default: `temperature`."""
     distill_candidates: Literal["listed", "batch"] = "listed"
@@ -289,7 +287,7 @@ class OptimizerOptions(Frozen, title="optimisation"):
 
     epochs: Literal["auto"] | PositiveFloat = "auto"
     """Passes over the data; may be a fraction. `max_steps` takes precedence. `auto`: one over many examples, up to six
-    over few; the log gives the number."""
+    over few, four times as many from initial weights; the log gives the number."""
     max_steps: PositiveInt | None = None
     """Optimizer steps. Default: from `epochs`."""
     learning_rate: Literal["auto"] | PositiveFloat = "auto"

@@ -65,6 +65,8 @@ def has_language_head(config: TrainConfig, description: ModelDescription) -> boo
         read_config(Path(description.source), trust_remote_code=config.trust_remote_code)
     ):
         problem = "is an encoder, and tokens that are hidden from it would be hidden from the other loss too"
+    elif config.use_qlora:
+        problem = "has weights in 4 bits (use_qlora)"
     if problem is None:
         return True
     if asked == "auto":
