@@ -53,8 +53,8 @@ def build_backbone(
     """Return the backbone with its weights. `meta`: empty parameters. `device`, `compute_dtype`: where and in which
     dtype it will compute. `with_head`: the model with its language-model head, whose base model is the backbone."""
     folder = Path(description.source)
-    whole = _load(config, description, folder, device, compute_dtype, meta=meta, with_head=with_head)
-    text: nn.Module = whole.base_model if with_head else whole
+    whole: nn.Module = _load(config, description, folder, device, compute_dtype, meta=meta, with_head=with_head)
+    text: Any = whole.base_model if with_head else whole
     if description.adapter is not None and not meta:
         if description.quantized:
             _round_layers(text)

@@ -140,7 +140,7 @@ class LanguageHead(nn.Module):
             checkpoint(self._entropy, some, ids, base, use_reentrant=False)
             if torch.is_grad_enabled()
             else self._entropy(some, ids, base)
-            for some, ids in zip(chosen.split(AT_ONCE), wanted.split(AT_ONCE), strict=True)
+            for some, ids in zip(torch.split(chosen, AT_ONCE), torch.split(wanted, AT_ONCE), strict=True)
         ]
         found = torch.cat(entropies)
         sums = found.new_zeros(len(states)).index_add(0, rows, found)
