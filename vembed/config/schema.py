@@ -39,8 +39,8 @@ class ModelOptions(Frozen, title="model"):
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Only for models that you trust as you trust your own code."""
     model_class: str | None = None
-    """A torch module of your own as backbone: path/to/file.py:Class or package.module:Class. Its weights are new,
-    unless `model_name` names a folder of weights for it."""
+    """A torch module of your own as backbone: path/to/file.py:Class or package.module:Class. New weights, unless
+    `model_name` names a folder of them."""
     model_arguments: dict[str, Any] | None = None
     """Keyword arguments of `model_class` (also `model_config`)."""
     tokenizer_name: str | None = None
@@ -53,8 +53,7 @@ class ModelOptions(Frozen, title="model"):
     """Size of the shared space of a composed model. Default: the smaller of the two towers' sizes."""
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype in which weights are loaded. Trainable weights are always kept as float32 master weights, unless
-    `pure_dtype: true`. `auto`: float32 for trained weights, the file's own dtype for frozen ones. Frozen parts of a
-    tower that is otherwise trained stay float32, since a tower computes in one dtype."""
+    `pure_dtype: true`. `auto`: float32 for towers with trained weights, the file's own dtype for frozen ones."""
     pure_dtype: bool = False
     """Keep trainable weights in `torch_dtype` too (no float32 master weights): half the memory for weights, gradients
     and optimizer. Needs torch_dtype: bfloat16 and optim: adamw, whose updates are then rounded stochastically, since
@@ -278,7 +277,7 @@ class StepOptions(Frozen, title="batch and step"):
     kept_graph_tokens: Literal["auto"] | PositiveInt = "auto"
     """Padded tokens whose autograd graphs fit in memory at once. `auto`: from the available memory."""
     cache_frozen_features: bool = False
-    """Store the features of frozen towers in vembed's cache folder, so that each input passes the tower only once over
+    """Store the features of frozen towers in vembed's cache folder, so that each input passes the tower only once, over
     all epochs and runs. Needs a tower without trained parameters (`freeze`, `lora_towers`)."""
 
 
