@@ -55,9 +55,8 @@ class ModelOptions(Frozen, title="model"):
     """Dtype in which weights are loaded. Trainable weights are always kept as float32 master weights, unless
     `pure_dtype: true`. `auto`: float32 for towers with trained weights, the file's own dtype for frozen ones."""
     pure_dtype: bool = False
-    """Keep trainable weights in `torch_dtype` too (no float32 master weights): half the memory for weights, gradients
-    and optimizer. Needs torch_dtype: bfloat16 and optim: adamw, whose updates are then rounded stochastically, since
-    most of them would vanish in rounding to the nearest value."""
+    """Keep trainable weights in `torch_dtype` too (no float32 master weights): half the memory of training. Needs
+    torch_dtype: bfloat16 and optim: adamw, whose updates are then rounded stochastically, lest most vanish."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Dtype of computation. `auto`: bf16 on GPUs that support it, and on CPUs with AMX or AVX512-BF16 for models with a
     hidden size of at least 256 that are not sharded; otherwise no. Trained weights, gradients, norms, pooling and loss
@@ -65,8 +64,8 @@ class ModelOptions(Frozen, title="model"):
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernel. `auto`: flash-attn where it is installed and the GPU allows, otherwise sdpa."""
     padding_free: Literal["auto"] | bool = "auto"
-    """Concatenate the texts of a micro-batch instead of padding them. `auto`: where model and attention kernel support
-    it; `true`: the run stops with the reason where they do not."""
+    """Concatenate the texts of a micro-batch instead of padding them. `auto`: where the model and its kernel support it;
+    `true`: the run stops with the reason where they do not."""
     bidirectional_attention: bool = False
     """Decoder-only models: every token attends to every other token (no causal mask)."""
     max_length: PositiveInt | None = None
@@ -160,11 +159,10 @@ class DataOptions(Frozen, title="data"):
     max_train_examples: PositiveInt | None = None
     """Use only this many examples, the first ones of each source. Default: all."""
     no_duplicates: bool = False
-    """Avoid equal contents in one global batch: examples with the same content go to different batches. At most the
-    last incomplete batch is left out wherever an arrangement exists; the log says how many."""
+    """Avoid equal contents in one global batch. At most the last incomplete batch is left out wherever an arrangement
+    exists; the log says how many."""
     drop_last: bool = True
-    """Leave the last incomplete batch of an epoch out. `false`: train on it too. Data smaller than one batch are always
-    trained on as they are."""
+    """Leave the last incomplete batch of an epoch out, except of data smaller than a batch. `false`: train on it too."""
     homogeneous_batches: Literal["task"] | bool = False
     """With several sources: draw every global batch from a single source; `task`: from sources of one task, which have
     the same losses, temperature and batch size."""
@@ -196,7 +194,7 @@ class LossOptions(Frozen, title="loss"):
     auxiliary_losses: dict[str, float] | None = None
     """Weight of each loss that an own model returns, by name. Default: 1 for each; 0: logged only."""
     language_modelling: Literal["auto"] | bool = "auto"
-    """Train by the model's own language-model head: `next_token` for decoders, `masked_token` for encoders. `auto`: with
+    """Train by the model's language-model head: `next_token` for decoders, `masked_token` for encoders. `auto`: with
     loss: none. true: beside another loss too, for decoders, with the weight that `auxiliary_losses` gives."""
     mlm_probability: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.15
     """Share of an encoder's tokens that language modelling hides."""
