@@ -64,7 +64,7 @@ class ModelOptions(Frozen, title="model"):
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernel. `auto`: flash-attn where it is installed and the GPU allows, otherwise sdpa."""
     padding_free: Literal["auto"] | bool = "auto"
-    """Concatenate the texts of a micro-batch instead of padding them. `auto`: where the model and its kernel support it;
+    """Concatenate the texts of a micro-batch instead of padding them. `auto`: where model and kernel support it;
     `true`: the run stops with the reason where they do not."""
     bidirectional_attention: bool = False
     """Decoder-only models: every token attends to every other token (no causal mask)."""
@@ -162,7 +162,7 @@ class DataOptions(Frozen, title="data"):
     """Avoid equal contents in one global batch. At most the last incomplete batch is left out wherever an arrangement
     exists; the log says how many."""
     drop_last: bool = True
-    """Leave the last incomplete batch of an epoch out, except of data smaller than a batch. `false`: train on it too."""
+    """Leave the last incomplete batch of an epoch out, unless it is the only one. `false`: train on it too."""
     homogeneous_batches: Literal["task"] | bool = False
     """With several sources: draw every global batch from a single source; `task`: from sources of one task, which have
     the same losses, temperature and batch size."""
