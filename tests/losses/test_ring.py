@@ -12,16 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.ring import one_pass
 from tests.harness import run_ranks
 from tests.losses.batches import SIZES, config_of, gradients, make_batch
 from tests.losses.test_ranks import rank_batches
-from tests.losses.test_teachers import TERMS
+from tests.losses.test_teachers import TERMS, LiveMemory
 from vembed.config.terms import WHOLE_BATCH
 from vembed.distributed.ring import NeighbourRing
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
 from vembed.losses.exchange import RingParts
 from vembed.losses.targets import TeacherVectors
+from vembed.losses.tiles import Tiling
+from vembed.training.embedding_exchange import Counts, Gathered, InRing
 
 MRL = {"use_mrl": True, "mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 BOTH = {"bidirectional": True, "query_query_negatives": True, "document_document_negatives": True}
@@ -133,3 +136,27 @@ def test_ring_is_the_gathered_loss(world_size: int, name: str) -> None:
         got = torch.cat(shares) if key == "embeddings" else torch.stack(shares).sum(0)
         # The rounding is that of the summed terms: relative to the largest gradient, or to one row's share.
         assert float((got - want).abs().max()) <= 1e-9 * max(float(want.abs().max()), 1e-3), key
+
+
+def peaks() -> dict[str, int]:
+    """Return the peak of all tensors beyond the rank's own embeddings, in a loss and gradient, of both ways."""
+    rank, world_size, num = dist.get_rank(), dist.get_world_size(), 1024
+    counts = Counts([2 * num] * world_size, [num] * world_size, [0] * world_size)
+    own = torch.randn(2 * num, 256, generator=torch.Generator().manual_seed(rank))
+    in_ring_of_small_blocks = InRing(rank, world_size)
+    in_ring_of_small_blocks.ring = NeighbourRing(rank, world_size, 128)
+    loss = build_loss(config_of())
+    loss.tiling = Tiling(64, 256)  # in proportion to the batch, for both
+    found, values = {}, []
+    for name, exchange in (("gather", Gathered()), ("ring", in_ring_of_small_blocks)):
+        with LiveMemory() as memory:
+            values.append(one_pass(exchange, own, counts, loss, rank, num))
+        found[name] = memory.peak - own.nbytes  # which both begin with a view of
+    assert values[0][0] == pytest.approx(values[1][0], rel=1e-5)
+    assert float((values[0][1] - values[1][1]).norm() / values[0][1].norm()) < 1e-5
+    return found
+
+
+def test_ring_needs_a_third_of_the_memory_on_four_ranks() -> None:
+    for found in run_ranks(peaks, 4):
+        assert found["ring"] <= 0.35 * found["gather"], found
