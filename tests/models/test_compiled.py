@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,10 @@ def one_layer(folder: Path) -> Path:
     return tiny.tiny_bert(folder, layers=1, hidden=16)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+INDUCTOR = pytest.mark.skipif("INDUCTOR" not in os.environ, reason="a minute of the C++ compiler: INDUCTOR=1 runs it")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
 def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend: str) -> None:
     make = one_layer
     loss, gradients, model = run_once(make, None)
@@ -66,9 +70,10 @@ def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend: str)
     assert model.packs_texts(), "attention of packed texts is called as it is"
     assert torch.allclose(found, loss, rtol=1e-5)
     assert others.keys() == gradients.keys()
+    # Relative to the largest of all: that of a key's bias is a sum of terms that cancel, and is rounding alone.
+    scale = max(float(one.abs().max()) for one in gradients.values())
     for name, wanted in gradients.items():
-        scale = float(wanted.abs().max()) + 1e-6
-        assert float((others[name] - wanted).abs().max()) < 1e-4 * scale, name
+        assert float((others[name] - wanted).abs().max()) < 1e-5 * scale, name
 
 
 def on_gpu(**options: Any) -> Placement:
