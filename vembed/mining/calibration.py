@@ -16,8 +16,9 @@ HIDDEN_SHARE = 0.5
 FEWEST = 30
 """Queries that an estimate needs."""
 MOST = 50_000
-GRID = np.arange(0.0, 0.605, 0.005)
-"""Margins that are tried; absolute thresholds are the corresponding quantiles of the known positives' scores."""
+MARGINS = np.arange(0.0, 0.605, 0.005)
+QUANTILES = np.arange(1.0, -0.001, -0.005)
+"""Margins that are tried, and absolute thresholds, as quantiles of the known positives' scores."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ def calibrate(chunks: Iterable[Candidates], config: MineConfig) -> Calibration:
     sample = _Sample.of(chunks, config)
     base = replace(Limits.of(config), relative_margin=None)
     tried: list[tuple[Limits, float]] = []
-    for step in GRID:
+    for step in MARGINS if sample.is_relative else QUANTILES:
         limits = (
             replace(base, relative_margin=float(step))
             if sample.is_relative
-            else replace(base, max_score=float(np.quantile(sample.positive_scores, 1.0 - step)))
+            else replace(base, max_score=float(np.quantile(sample.positive_scores, max(step, 0.0))))
         )
         tried.append((limits, sample.rate(limits, config)))
     reached = [one for one in tried if one[1] <= config.max_false_negative_rate]

@@ -1,0 +1,53 @@
+"""`threshold: auto` against the truth: scores are drawn, so which documents are relevant without a mark is known."""
+
+import numpy as np
+import pytest
+
+from vembed.mining.calibration import calibrate
+from vembed.mining.candidate_store import Candidates
+from vembed.mining.choice import Limits
+from vembed.mining.config import MineConfig
+from vembed.mining.known import Pairs
+
+NUM_QUERIES, NUM_OTHERS, TOP_K = 1500, 60, 50
+
+
+def drawn(num_known, num_unknown, seed=0):
+    """Candidates, and which of them are relevant: unmarked documents score as the marked ones do."""
+    random = np.random.default_rng(seed)
+    level = random.normal(0.0, 0.05, (NUM_QUERIES, 1))
+    relevant = level + random.normal(0.6, 0.12, (NUM_QUERIES, num_known + num_unknown))
+    others = level + random.normal(0.2, 0.12, (NUM_QUERIES, NUM_OTHERS))
+    scores = np.concatenate([relevant[:, num_known:], others], axis=1).astype(np.float32)
+    order = np.argsort(-scores, axis=1)[:, :TOP_K]
+    queries = np.repeat(np.arange(NUM_QUERIES), num_known)
+    positives = Pairs.of(queries, 1000 + np.tile(np.arange(num_known), NUM_QUERIES))
+    known = relevant[:, :num_known].ravel().astype(np.float32)
+    return Candidates.unclaimed(
+        0, order, np.take_along_axis(scores, order, axis=1), positives, known
+    ), order < num_unknown
+
+
+def true_rate(candidates, is_relevant, limits, config):
+    kept = candidates.scores <= limits.highest(candidates.lowest_positive())[:, None]
+    kept &= np.cumsum(kept, axis=1) <= config.num_negatives
+    return (kept & is_relevant).sum() / kept.sum()
+
+
+@pytest.mark.parametrize("wanted", [0.02, 0.05])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_true_rate_is_near_what_was_asked_for(count, wanted):
+    config = MineConfig(
+        model_name="m",
+        data_path="d",
+        output_path="o.jsonl",
+        threshold="auto",
+        top_k=TOP_K,
+        max_false_negative_rate=wanted,
+    )
+    candidates, is_relevant = drawn(count, count)
+    found = calibrate([candidates], config)
+    assert found.is_reached
+    assert found.rate <= wanted
+    assert true_rate(candidates, is_relevant, Limits(None, None, None, None), config) > 2 * wanted
+    assert true_rate(candidates, is_relevant, found.limits, config) <= 1.4 * wanted
