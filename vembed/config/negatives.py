@@ -39,8 +39,8 @@ class ChoiceOptions(Frozen):
     prefer_claimed: Literal["auto"] | bool = "auto"
     """Take first those candidates that another query claims: with its known positive it is nearer to them than this
     query with its own, so few of them are relevant here. `auto`: where `relative_margin`, `margin`, `max_score` and
-    `threshold` are left out; claimed candidates may then score as high as the positive, and the default margin holds
-    for the others."""
+    `threshold` are left out; claimed candidates may then score up to 5 % above the positive, and the default margin
+    holds for the others."""
     near_duplicate: Fraction | None = 0.9
     """Leave out candidates of whose word n-grams at least this share is in a known positive, or the other way round.
     `null`: only equal texts, apart from case, punctuation and spaces."""

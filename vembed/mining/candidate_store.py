@@ -13,7 +13,7 @@ import numpy as np
 
 from vembed.data.cache import short_hash
 from vembed.distributed.session import Session
-from vembed.mining.claims import ClaimFinder
+from vembed.mining.claims import ClaimFinder, claimed_limit
 from vembed.mining.config import BM25, MineConfig, Retriever
 from vembed.mining.documents import Documents
 from vembed.mining.encoders import Encoder, encoder_identity, encoder_precision, load_encoder
@@ -104,7 +104,7 @@ def with_claims(candidates: Candidates, claims: ClaimFinder | None) -> Candidate
     """Return the candidates with what a finder says. Collective."""
     if claims is None:
         return candidates
-    limit = candidates.lowest_positive()
+    limit = claimed_limit(candidates.lowest_positive())
     return replace(candidates, claimed=claims.claimed(candidates.first, candidates.documents, candidates.scores, limit))
 
 

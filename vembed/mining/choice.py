@@ -11,6 +11,7 @@ import torch
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.mining.candidate_store import Candidates
+from vembed.mining.claims import claimed_limit
 from vembed.mining.config import MineConfig
 from vembed.mining.documents import Documents
 from vembed.mining.duplicates import DuplicateFinder
@@ -107,7 +108,7 @@ class Chooser:
         low_enough = exact <= highest[:, None]
         if self._config.takes_claimed and self._config.prefer_claimed == "auto":
             # Nobody has set a limit: the default margin is for those that nobody claims.
-            low_enough |= candidates.claimed[own.start : own.stop] & (exact <= lowest[:, None])
+            low_enough |= candidates.claimed[own.start : own.stop] & (exact <= claimed_limit(lowest)[:, None])
         low_enough &= later
         kept = low_enough
         if self._limits.min_score is not None:

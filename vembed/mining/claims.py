@@ -16,12 +16,20 @@ from vembed.mining.known import Pairs
 from vembed.mining.search import search
 from vembed.mining.vectors import VectorStore
 
+ABOVE = 0.05
+"""Share of its positive's score by which a claimed candidate may score higher: the default margin, on the other side."""
 CONSIDERED = 40
-"""Candidates per query for which claims are looked for, the best ones that score no higher than a known positive."""
+"""Candidates per query for which claims are looked for, the best ones below the limit of claimed candidates."""
 NEAREST = 8
 """Known pairs nearest to a candidate that are looked at."""
 BLOCK = 32_768
 """Documents that are searched for together."""
+
+
+def claimed_limit(lowest_Q: np.ndarray) -> np.ndarray:
+    """[Q] the highest score of a claimed candidate, from the lowest score of each query's known positives."""
+    found: np.ndarray = lowest_Q + ABOVE * np.abs(np.where(np.isfinite(lowest_Q), lowest_Q, 0.0))
+    return found
 
 
 class ClaimFinder:
