@@ -17,7 +17,7 @@ from vembed.mining.search import search
 from vembed.mining.vectors import VectorStore
 
 ABOVE = 0.05
-"""Share of its positive's score by which a claimed candidate may score higher: the default margin, on the other side."""
+"""Share of the positive's score by which a claimed candidate may be above it: the default margin, on the other side."""
 CONSIDERED = 40
 """Candidates per query for which claims are looked for, the best ones below the limit of claimed candidates."""
 NEAREST = 8
