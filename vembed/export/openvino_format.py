@@ -55,7 +55,9 @@ class OpenvinoReader:
         openvino: Any = import_module("openvino")
         self.runtime = f"openvino {openvino.get_version()}"
         self.texts = FolderTexts(folder)
-        self.model: Any = openvino.Core().compile_model(str(folder / OPENVINO_FILE), "CPU")
+        # On CPUs with bfloat16 instructions it would otherwise compute in bfloat16.
+        options = {"INFERENCE_PRECISION_HINT": "f32"}
+        self.model: Any = openvino.Core().compile_model(str(folder / OPENVINO_FILE), "CPU", options)
         self.names = [one.get_any_name() for one in self.model.inputs]
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:
