@@ -39,6 +39,9 @@ class Sampling:
         return [max(1, round(one)) for one in wanted]
 
 
+PROPORTIONAL = Sampling()
+
+
 def parse_sampling(text: str) -> Sampling:
     """Return the sampling that a value of the option stands for."""
     found = FORM.fullmatch(text)
@@ -51,6 +54,6 @@ def parse_sampling(text: str) -> Sampling:
         case "weights":
             return Sampling("weights", 0.0)
         case "proportional":
-            return Sampling()
+            return PROPORTIONAL
         case _:
             return Sampling("temperature", alpha)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vembed.config.sampling import Sampling
+from vembed.config.sampling import PROPORTIONAL, Sampling
 from vembed.data.arrangement import arrange, find_conflicts
 from vembed.data.class_batches import ClassBatches, random_bits
 from vembed.errors import UserError
@@ -89,7 +89,7 @@ class BatchSchedule:
         homogeneous: bool = False,
         tasks: Sequence[int] | None = None,
         batch_sizes: Sequence[int] | None = None,
-        sampling: Sampling = Sampling(),  # noqa: B008
+        sampling: Sampling = PROPORTIONAL,
         keys: ContentKeys | None = None,
         drop_last: bool = True,
         labels: Sequence[np.ndarray | None] = (),
