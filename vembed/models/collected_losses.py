@@ -1,4 +1,4 @@
-"""What a model returns beside its pooled vectors: losses, as sums and counts of one forward pass, and hidden states."""
+"""Outputs of a model beside its pooled vectors: losses, as sums and counts of one forward pass, and hidden states."""
 
 from __future__ import annotations
 
