@@ -221,7 +221,7 @@ def wait_for_evaluation(process: Process, output: Path) -> None:
 
 def wait_for_final(process: Process, output: Path) -> None:
     """Until final/ is being written."""
-    end = time.monotonic() + PATIENCE_SECONDS
+    end = time.monotonic() + 10 * PATIENCE_SECONDS
     while process.poll() is None and time.monotonic() < end and not (output / ".final.new").exists():
         time.sleep(0.002)
 
