@@ -18,8 +18,9 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import vembed
+from benchmarks.strategies import STRATEGIES
 from tests import tiny
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, text_of
 from tests.floors import NEWER_THAN_ITS_FLOOR, constraints, lower_bounds
 from vembed.config.loading import load_config
 from vembed.distributed.launch import rank_environments
@@ -61,6 +62,14 @@ def test_the_fourth_preset_of_document_c_is_a_config_of_three_lines() -> None:
     block = {"distributed": {"strategy": "ddp", "num_nodes": 4, "devices": 8, "sync_batchnorm": True}}
     config = load_config({"model_name": "m", "data_path": "d", **block})
     assert (config.strategy, config.num_machines, config.num_processes, config.sync_batchnorm) == ("ddp", 4, 8, True)
+
+
+@pytest.mark.promise("A26")
+def test_the_claim_about_speed_is_a_measured_table() -> None:
+    section = text_of(ROOT / "docs" / "benchmarks.md").split("## DDP against FSDP")[1].split("\n## ")[0]
+    cells = {line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")}
+    assert {"ddp", *STRATEGIES} <= cells
+    assert "benchmarks.md#ddp-against-fsdp" in text_of(ROOT / "docs" / "other-guides.md")
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
