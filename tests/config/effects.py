@@ -211,6 +211,11 @@ def adapter(one: Built) -> Any:
     return layers[0] if layers else None
 
 
+def adapter_dropout(one: Built) -> float:
+    layer = adapter(one).lora_dropout["default"]
+    return float(layer.p) if isinstance(layer, torch.nn.Dropout) else 0.0
+
+
 def num_quantized(one: Built) -> bool:
     return any(is_quantized(module) for module in one.trainer.parts.model.modules())
 

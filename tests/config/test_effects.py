@@ -22,6 +22,7 @@ from tests.config.effects import (
     RUNS,
     Built,
     adapter,
+    adapter_dropout,
     adapter_names,
     build,
     built,
@@ -96,7 +97,7 @@ BUILT: dict[str, Row] = {
     "use_lora": ("adapters", lambda one: bool(adapter_names(one)), True),
     "lora_r": ("other_adapters", lambda one: adapter(one).r["default"], 3, "adapters"),
     "lora_alpha": ("other_adapters", lambda one: adapter(one).lora_alpha["default"], 9, "adapters"),
-    "lora_dropout": ("other_adapters", lambda one: adapter(one).lora_dropout["default"].p, 0.5, "adapters"),
+    "lora_dropout": ("other_adapters", adapter_dropout, 0.5, "adapters"),
     "lora_target_modules": ("other_adapters", adapter_names, {"query"}, "adapters"),
     "lora_towers": (
         "clip_adapters", lambda one: any("text_model" in n and "lora" in n for n in one.parameters()), False,
@@ -254,7 +255,10 @@ def test_run_json_holds_the_decisions_with_reason_and_source() -> None:
     decisions = json.loads((finished("base") / "run.json").read_text())["decisions"]
     assert decisions["strategy"] == {"value": "single", "reason": "one process", "source": "default"}
     assert decisions["gradient checkpointing"]["reason"] == "default without use_fsdp"
-    assert set(decisions) == {"strategy", "gradient checkpointing", "mixed precision", "timeout in minutes"}
+    assert set(decisions) == {
+        "strategy", "gradient checkpointing", "mixed precision", "timeout in minutes", "compiled layers",
+        "loss exchange",
+    }  # fmt: skip
 
 
 def test_a_finished_run_is_replaced_only_when_asked_and_quietly(
@@ -336,13 +340,17 @@ def test_options_of_wandb_reach_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
         def __init__(self, project: str, **options: Any) -> None:
             started.append((project, options))
+            self.run = self
 
         def start(self) -> None: ...
         def log(self, *_: Any, **__: Any) -> None: ...
         def finish(self) -> None: ...
 
+    class Wandb(types.ModuleType):
+        Html = Image = staticmethod(lambda content: content)
+
     monkeypatch.setattr(tracking, "WandBTracker", Tracker)
-    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    monkeypatch.setitem(sys.modules, "wandb", Wandb("wandb"))
     common = {"report_to": ["wandb"], "max_steps": 1}
     vembed.train(given({**common, "output_dir": str(tmp_path / "one")}))
     vembed.train(given({**common, "output_dir": str(tmp_path / "two"), "wandb_project": "mine", "wandb_tags": ["a"]}))
