@@ -7,7 +7,7 @@ from tests.harness import run_ranks
 from tests.mining.data import run, write_data
 from tests.mining.test_ranks import mined
 from vembed.distributed.session import Session
-from vembed.mining.claims import CONSIDERED, NEAREST, ClaimFinder
+from vembed.mining.claims import CONSIDERED, MARGIN, NEAREST, ClaimFinder
 from vembed.mining.config import MineConfig
 from vembed.mining.known import Pairs
 from vembed.mining.mining_run import open_session
@@ -42,7 +42,8 @@ def expected(queries, documents, positives):
         own_documents = positives.documents[positives.queries == query]
         own = (positives.queries == query) | np.isin(positives.documents, own_documents)
         best = np.where(own[:, None], scores, -np.inf).max(axis=0)
-        found[query] = np.where(own[:, None], -np.inf, scores).max(axis=0) > best
+        other = np.where(own[:, None], -np.inf, scores).max(axis=0)
+        found[query] = best <= other - MARGIN * np.abs(other)
     return found
 
 

@@ -1,8 +1,8 @@
 """Claims: which candidates of a query are nearer to another query of the data and its known positive.
 
-A document d is claimed if some other query q' with a known positive p' has s(q', d) + s(p', d) above the same sum of
-the query itself. A relevant document that nobody has marked is near to its query and to the query's positives, so few
-claimed candidates are relevant; a hard negative is usually near to what another query asks for.
+A document d is claimed if some other query q' with a known positive p' has s(q', d) + s(p', d) at least 5 % above the
+same sum of the query itself. A relevant document that nobody has marked is near to its query and to the query's
+positives, so few claimed candidates are relevant; a hard negative is usually near to what another query asks for.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from vembed.distributed.session import Session
 from vembed.mining.known import Pairs
-from vembed.mining.search import search
+from vembed.mining.search import pair_scores, search
 from vembed.mining.vectors import VectorStore
 
+MARGIN = 0.05
+"""Share by which the sum of the other query is above that of the query itself."""
 ABOVE = 0.05
 """Share of the positive's score by which a claimed candidate may be above it: the default margin, on the other side."""
 CONSIDERED = 40
@@ -61,27 +64,42 @@ class ClaimFinder:
         if not len(place) or not len(self._positives):
             return found
         documents, which = np.unique(candidates_QK.ravel()[place], return_inverse=True)
-        nearest = np.concatenate(
-            [self._nearest(documents[start : start + BLOCK]) for start in range(0, len(documents), BLOCK)]
-        )
         query = first + place // candidates_QK.shape[1]
-        found.ravel()[place] = self._is_claimed(query, nearest[which])
+        claimed = np.zeros(len(place), bool)
+        for start in range(0, len(documents), BLOCK):
+            inside = np.flatnonzero((which >= start) & (which < start + BLOCK))
+            vectors = self._documents.take(documents[start : start + BLOCK])
+            nothing = Pairs(np.zeros(0, np.int64), np.zeros(0, np.int64))
+            nearest, scores = search(vectors, self._pairs, len(self._positives), NEAREST, nothing, self._session)
+            row = which[inside] - start
+            own = self._own(query[inside], row, vectors)
+            claimed[inside] = self._is_claimed(query[inside], own, nearest[row], scores[row])
+        found.ravel()[place] = claimed
         return found
 
-    def _nearest(self, documents: np.ndarray) -> np.ndarray:
-        """[n, NEAREST] known pairs nearest to each document, -1 where there are fewer."""
-        nothing = Pairs(np.zeros(0, np.int64), np.zeros(0, np.int64))
-        vectors = self._documents.take(documents)
-        return search(vectors, self._pairs, len(self._positives), NEAREST, nothing, self._session)[0]
+    def _own(self, query_N: np.ndarray, row_N: np.ndarray, vectors: Tensor) -> np.ndarray:
+        """[n] the highest sum of a query's own pairs for the vector in a row; -inf where it has none. Collective."""
+        begin, end = (np.searchsorted(self._positives.queries, query_N + one) for one in (0, 1))
+        count = end - begin
+        position = np.repeat(np.arange(len(query_N)), count)
+        pair = np.arange(len(position)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(begin, count)
+        found = np.full(len(query_N), -np.inf)
+        np.maximum.at(found, position, pair_scores(vectors, self._pairs, Pairs(row_N[position], pair), self._session))
+        return found
 
-    def _is_claimed(self, query_N: np.ndarray, pairs_NR: np.ndarray) -> np.ndarray:
-        """[n] True where a pair of another query comes before all that speak for the query itself."""
+    def _is_claimed(
+        self, query_N: np.ndarray, own_N: np.ndarray, pairs_NR: np.ndarray, scores_NR: np.ndarray
+    ) -> np.ndarray:
+        """[n] True where a pair of another query is nearer by the margin than all that speak for the query itself."""
         there = pairs_NR >= 0
         pairs = np.where(there, pairs_NR, 0)
         # A pair speaks for the query if it is its own, or if the pair's document is a positive of the query too.
         codes = query_N[:, None] << 32 | self._positives.documents[pairs]
         shared = self._codes[np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)] == codes
-        own = there & (shared | (self._positives.queries[pairs] == query_N[:, None]))
-        other = there & ~own
-        result: np.ndarray = other.any(axis=1) & (other.argmax(axis=1) < np.where(own.any(1), own.argmax(1), NEAREST))
-        return result
+        speaks = there & (shared | (self._positives.queries[pairs] == query_N[:, None]))
+        own = np.maximum(own_N, np.where(speaks, scores_NR, -np.inf).max(axis=1))
+        other = np.where(there & ~speaks, scores_NR, -np.inf).max(axis=1).astype(np.float64)
+        is_there = np.isfinite(other)
+        limit = np.where(is_there, other, 0.0)
+        found: np.ndarray = is_there & (own <= limit - MARGIN * np.abs(limit))
+        return found
