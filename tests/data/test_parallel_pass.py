@@ -46,7 +46,9 @@ def indices(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple
     monkeypatch.setattr(index, "in_processes", counted)
     for cores in (1, 2):
         monkeypatch.setattr(index_worker, "num_cores", lambda cores=cores: cores)
-        store = open_examples(config(no_duplicates=True, on_bad_record="skip"), path, cache_dir=tmp_path / "cache")
+        store = open_examples(
+            config(no_duplicates=True, on_bad_record="skip"), path, cache_dir=tmp_path / f"cache-{cores}"
+        )
         assert store[3].query.text == "q 3 \u00e4" * 4
         assert store[len(store) - 1].query.text == ROWS[-1]["query"]
     return as_dict(found[0]), as_dict(found[1]), parts[0]

@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (place / "tune").mkdir()
     for name in ("cfg.yaml", "tune/best.yaml"):
         (place / name).write_text(yaml.safe_dump(config))
-    stages = next(block.text for block in blocks("yaml") if "stages:" in block.text)
+    stages = next(block.text for block in blocks("yaml") if re.search("^stages:", block.text, re.MULTILINE))
     (place / "stages.yaml").write_text(stages)
     before = Path.cwd()
     os.chdir(place)

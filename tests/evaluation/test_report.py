@@ -198,7 +198,7 @@ def test_scored_pairs(tmp_path):
 def test_long_runs_stay_small_and_are_smoothed(tmp_path):
     run = write_run(tmp_path / "run", [step(i, loss=2 + math.sin(i)) for i in range(1, 20_001)])
     page = write_report(run).read_text()
-    assert page.count("opacity: 0.3") >= 3
+    assert page.count('opacity="0.3"') >= 3
     assert len(page) < 500_000
     (loss, *_) = curves(read_run(run))
     assert len(loss.steps) <= 601
@@ -209,7 +209,7 @@ def test_long_runs_stay_small_and_are_smoothed(tmp_path):
 def test_a_path_that_is_no_unicode_ends_no_report(tmp_path):
     """As a path in Latin-1 looks under LANG=C."""
     run = write_run(tmp_path / "run", LINES, SUMMARY, data_path="caf\udce9.jsonl")
-    assert "caf\\udce9.jsonl" in write_report(run).with_suffix(".md").read_text()
+    assert "caf\\udce9.jsonl" in write_report(run).with_suffix(".md").read_text().lower()
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):

@@ -167,7 +167,9 @@ def test_conversations_are_those_of_sentence_transformers(tmp_path: Path, monkey
     assert {feature.modality for feature in features} == {"multimodal"}
     for name in ("input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw", "pixel_values"):
         assert torch.equal(batch[name], expected[name]), name
-    assert batch.keys() == {"input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw", "pixel_values"}
+    theirs_of_the_model = {"input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw", "pixel_values"}
+    ours = {"position_ids"} | {name for name in batch if name.startswith("vision.")}
+    assert batch.keys() == theirs_of_the_model | ours, "and positions and lengths, made before the step"
 
 
 def test_image_tokens_are_counted_from_the_header(decoded: list[ImageRef]) -> None:

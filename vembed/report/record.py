@@ -97,8 +97,7 @@ def read_run(output_dir: str | Path) -> RunRecord:
     config_file, metrics_file = folder / "config.yaml", folder / "metrics.jsonl"
     if not config_file.is_file():
         raise UserError(f"{folder} has no config.yaml, so it is not the folder of a run")
-    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader  # in C: ten times as fast
-    config = yaml.load(config_file.read_text(encoding="utf-8"), Loader=loader) or {}
+    config = _read_yaml(config_file.read_text(encoding="utf-8")) or {}
     steps: list[dict[str, Any]] = []
     evaluations: list[Evaluation] = []
     for line in metrics_file.read_text(encoding="utf-8").splitlines() if metrics_file.is_file() else []:
@@ -150,3 +149,12 @@ def short_name(name: str) -> str:
 
 def _is_hash(part: str) -> bool:
     return re.fullmatch(r"[0-9a-f]{32,64}", part) is not None
+
+
+def _read_yaml(text: str) -> Any:
+    if yaml.__with_libyaml__:
+        try:
+            return yaml.load(text, Loader=yaml.CSafeLoader)  # ten times as fast
+        except yaml.YAMLError:  # it refuses lone surrogates, which a path may hold
+            pass
+    return yaml.safe_load(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,7 +74,10 @@ def importance(study: Any) -> Mapping[str, float]:
     """Return each option's share of the differences between trials, the largest first."""
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
-    shares: dict[str, float] = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
+    with warnings.catch_warnings():
+        # Of few trials, or equal ones: the shares are then equal, which the caller's line shows.
+        warnings.filterwarnings("ignore", "Target and region quantiles", UserWarning)
+        shares: dict[str, float] = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
     return shares
 
 
