@@ -23,10 +23,11 @@ test: $(VENV)/.dev                        ## lint, types and all tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-processors: $(VENV)/.dev             ## numerical tests as on processors without AVX-512 and without AVX
+	failed=0; \
 	for set in "ATEN_CPU_CAPABILITY=default" "ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2"; do \
 	    env $$set HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile -k "not ddp and not fsdp" $(NUMERICAL) \
-	        || exit 1; \
-	done
+	        || failed=1; \
+	done; exit $$failed
 
 test-floors: $(OLDEST)/.installed         ## a short training with the oldest dependencies that are allowed
 	$(OLDEST)/bin/python -m tests.floors

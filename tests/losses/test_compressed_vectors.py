@@ -15,7 +15,7 @@ from tests.losses.batches import SIZES, assert_close, config_of, gradients, make
 from tests.losses.test_ranks import rank_batches
 from vembed.inference.quantization import quantized
 from vembed.losses.build import build_loss
-from vembed.losses.compressed_vectors import StoredForm, as_stored
+from vembed.losses.compressed_vectors import EDGE, StoredForm, as_stored
 
 CASES: list[dict[str, Any]] = [
     {},
@@ -34,7 +34,7 @@ def stored(vectors: Tensor, form: StoredForm) -> Tensor:
         return signs / unit.shape[1] ** 0.5
     low, high = unit.min(0).values, unit.max(0).values
     rows = [
-        [lo + (min(max(math.floor((value - lo) / ((hi - lo) / 255)), 0), 255) + 0.5) * (hi - lo) / 255
+        [lo + (min(max(math.floor((value - lo) / ((hi - lo) / 255) + EDGE), 0), 255) + 0.5) * (hi - lo) / 255
          for value, lo, hi in zip(row, low.tolist(), high.tolist(), strict=True)]
         for row in unit.tolist()
     ]  # fmt: skip
@@ -82,9 +82,13 @@ def test_levels_are_those_of_stored_vectors() -> None:
     unit = torch.nn.functional.normalize(torch.randn(40, 12, generator=torch.Generator().manual_seed(1)), dim=1)
     low, high = unit.min(0).values, unit.max(0).values
     levels = torch.from_numpy(quantized(unit.numpy(), "uint8").astype(np.float32))
-    np.testing.assert_allclose(
-        as_stored(unit, "int8", cosine=True), low + (levels + 0.5) * (high - low) / 255, atol=1e-6
-    )
+    found = (as_stored(unit, "int8", cosine=True) - low) / (high - low) * 255 - 0.5
+    # Rounding, which differs between processors, decides for a value on the edge of a level; these alone may differ.
+    place = (unit - low).double() / (high - low) * 255
+    inside = (place - place.round()).abs() > 2 * EDGE
+    assert inside.double().mean() > 0.9
+    np.testing.assert_allclose(found[inside], levels[inside], atol=1e-3)
+    assert ((found - levels).abs() < 1 + 1e-3).all()
 
 
 def test_every_size_of_signs_and_extremes() -> None:

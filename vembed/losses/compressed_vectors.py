@@ -27,6 +27,7 @@ from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.matryoshka import arithmetic_dtype
 
 NUM_LEVELS = 256
+EDGE = 1e-4  # a value this near below a level, in levels, belongs to it
 StoredForm = Literal["int8", "binary"]
 
 
@@ -81,5 +82,6 @@ def _levels(unit: Tensor) -> Tensor:
     """Return the middles of the levels, as `vembed encode --precision int8` stores them."""
     low, high = unit.min(dim=0).values, unit.max(dim=0).values
     steps = torch.where(high > low, (high - low) / (NUM_LEVELS - 1), 1.0)
-    levels = ((unit - low) / steps).clamp(0, NUM_LEVELS - 1).floor()
+    # The highest value stands on the edge of the last level, and rounding, which differs between processors, would decide.
+    levels = ((unit - low) / steps + EDGE).clamp(0, NUM_LEVELS - 1).floor()
     return torch.where(high > low, low + (levels + 0.5) * steps, unit)
