@@ -82,6 +82,6 @@ def _levels(unit: Tensor) -> Tensor:
     """Return the middles of the levels, as `vembed encode --precision int8` stores them."""
     low, high = unit.min(dim=0).values, unit.max(dim=0).values
     steps = torch.where(high > low, (high - low) / (NUM_LEVELS - 1), 1.0)
-    # The highest value stands on the edge of the last level, and rounding, which differs between processors, would decide.
+    # The highest value stands on the edge of the last level, where rounding would decide, and processors differ in it.
     levels = ((unit - low) / steps + EDGE).clamp(0, NUM_LEVELS - 1).floor()
     return torch.where(high > low, low + (levels + 0.5) * steps, unit)
