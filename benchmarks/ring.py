@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import statistics
 import tempfile
 import time
@@ -20,6 +19,7 @@ from torch import multiprocessing
 from benchmarks.train import machine
 from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives
+from vembed.distributed.launch import free_port
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.losses.tiles import Tiling
@@ -119,9 +119,7 @@ def measure(
     world_size: int, rows: int, dim: int, repeats: int, anchors: int, tile: list[int], folder: Path
 ) -> dict[str, Any]:
     """Return the largest peak of the ranks, and the seconds of each pass, for both ways."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     out = folder / "ring.json"
     multiprocessing.spawn(compare, (world_size, port, rows, dim, repeats, anchors, tile, str(out)), world_size)
     by_rank = json.loads(out.read_text())

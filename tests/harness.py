@@ -10,7 +10,6 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
-import socket
 import sys
 import time
 import traceback
@@ -21,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+
+from vembed.distributed.launch import free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -151,14 +152,6 @@ def forkserver() -> ForkServerContext:
             else:
                 os.environ[name] = value
     return context
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _rank_main(

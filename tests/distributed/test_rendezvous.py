@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from tests.harness import free_port
 from vembed.distributed import meeting, rendezvous
 from vembed.distributed.environment import RankInfo
+from vembed.distributed.launch import free_port
 from vembed.distributed.rendezvous import Limit, connect
 from vembed.errors import UserError
 

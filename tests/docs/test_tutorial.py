@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typer.testing import CliRunner
 from tests.docs.pages import ROOT, blocks
 from tests.tiny import shared, tiny_bert_st
 from vembed.cli import app
+from vembed.distributed.launch import free_port
 
 PAGE = ROOT / "docs" / "tutorial.md"
 LAST = "## Smaller and faster"
@@ -29,13 +29,6 @@ def steps() -> list[tuple[str, str]]:
     found = [one for one in blocks("bash", "python") if one.page == PAGE and one.line < end]
     lines = [("bash", line) for one in found if one.language == "bash" for line in one.text.splitlines()]
     return [*lines, *(("python", one.text) for one in found if one.language == "python")]
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -8,9 +8,9 @@ import yaml
 
 from tests.commands import Started
 from tests.commands import start as start_command
-from tests.harness import free_port
 from tests.tiny import shared, tiny_bert
 from tests.training.test_run import settings
+from vembed.distributed.launch import free_port
 
 
 def start(config: Path, machine: int, port: int, *words: str) -> Started:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+from vembed.errors import UserError
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -65,11 +68,22 @@ def num_cores() -> int:
 
 
 def free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a free port of this machine.
+
+    It lies below those that the kernel gives to outgoing connections, which may take one before rank 0 listens.
+    """
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = 32768
+    below = range(max(1024, first - 20_000), first)
+    draws = random.SystemRandom()  # runs with equal seeds must not choose the same port
+    for port in (*(draws.choice(below) for _ in range(20 if below else 0)), 0):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            found: int = probe.getsockname()[1]
+            return found
+    raise UserError("this machine has no free port: end processes that hold connections open")
 
 
 def rank_environments(
