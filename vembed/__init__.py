@@ -15,6 +15,7 @@ __all__ = [
     "fsdp_empty_cache",
     "fsdp_print_memory_usage",
     "generate",
+    "judge",
     "load_config",
     "merge",
     "mine",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from vembed.mining.data_audit import audit
     from vembed.mining.mining_run import mine
     from vembed.mining.pair_generation import generate
+    from vembed.mining.row_judging import judge
     from vembed.weights.edit import edit
     from vembed.weights.merge import merge
 
@@ -45,6 +47,7 @@ _HOME = {
     "fsdp_empty_cache": "vembed.distributed.memory",
     "fsdp_print_memory_usage": "vembed.distributed.memory",
     "generate": "vembed.mining.pair_generation",
+    "judge": "vembed.mining.row_judging",
     "load_config": "vembed.config.loading",
     "merge": "vembed.weights.merge",
     "mine": "vembed.mining.mining_run",

@@ -221,6 +221,12 @@ def mine(words: Words = None) -> None:
 
 
 @app.command(context_settings=WORDS_ARE_OURS)
+def judge(words: Words = None) -> None:
+    """Judge the negatives of training data by rerankers or endpoints. `vembed judge --help` lists the options."""
+    _end(lambda: _make_data("judge", judge.__doc__, words or []))
+
+
+@app.command(context_settings=WORDS_ARE_OURS)
 def audit(words: Words = None) -> None:
     """Look at training data: duplicates, leakage, false negatives, weak positives. `vembed audit --help` lists the
     options."""
@@ -408,7 +414,7 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
         return code
 
 
-def _make_data(verb: Literal["mine", "audit", "generate"], about: str | None, words: Sequence[str]) -> int:
+def _make_data(verb: Literal["mine", "judge", "audit", "generate"], about: str | None, words: Sequence[str]) -> int:
     from vembed.tools.mine_command import ignore, make_data
 
     rest, (json_file,) = taken_flags(json_words(words), ("--json",))

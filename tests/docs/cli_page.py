@@ -22,7 +22,7 @@ A MODEL is a model folder, a name on the Hub, the folder of a run (its `final/`)
 """
 
 
-OWN_WORDS = frozenset({"mine", "generate", "audit"})
+OWN_WORDS = frozenset({"mine", "judge", "generate", "audit"})
 """Verbs with options of their own, in a file or as words."""
 
 

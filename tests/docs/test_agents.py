@@ -11,7 +11,7 @@ from tests.docs.llms import FILE, llms_text
 from tests.docs.pages import ROOT
 from vembed.cli import app
 
-PARSE_THEIR_OWN_WORDS = {"config", "plan", "train", "mine", "audit", "generate", "data"}
+PARSE_THEIR_OWN_WORDS = {"config", "plan", "train", "mine", "judge", "audit", "generate", "data"}
 
 
 def headings_and_links(text: str) -> list[str]:

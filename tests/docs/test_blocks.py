@@ -28,10 +28,10 @@ from vembed.config.loading import load_config, resolve_run
 from vembed.config.stages import read_road
 from vembed.distributed.hardware import read_hardware
 from vembed.errors import UserError
-from vembed.mining.config import GenerateConfig, MineConfig
+from vembed.mining.config import GenerateConfig, JudgeConfig, MineConfig
 from vembed.mining.mining_options import load_options
 from vembed.stages.sequence import road_of_arguments, run_stages
-from vembed.tools.mine_command import run_audit, run_generate, run_mine
+from vembed.tools.mine_command import run_audit, run_generate, run_judge, run_mine
 from vembed.tools.train_command import run_train
 
 KNOWN_ELSEWHERE = {
@@ -41,7 +41,7 @@ KNOWN_ELSEWHERE = {
 NOT_RUN = ("import mteb", "localhost:8080")
 """Python that needs a network, or a server; tests/docs/test_tutorial.py runs the tutorial's."""
 
-DATA_VERBS = {"mine": run_mine, "audit": run_audit, "generate": run_generate}
+DATA_VERBS = {"mine": run_mine, "judge": run_judge, "audit": run_audit, "generate": run_generate}
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,8 @@ def test_configs_load(block: Block, tmp_path: Path) -> None:
         read_accelerate_file(str(path))
         return
     if "output_path" in values:
-        load_options(GenerateConfig if "round_trip_top_k" in values else MineConfig, path)
+        kinds = {"round_trip_top_k": GenerateConfig, "model_name": MineConfig, "judges": JudgeConfig}
+        load_options(next(kind for name, kind in kinds.items() if name in values), path)
         return
     road = read_road(values) if isinstance(values, dict) else None
     stages = [None] if road is None else [step.name for step in road.steps if step.kind == "train"]

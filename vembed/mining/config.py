@@ -85,7 +85,7 @@ class Judge(Endpoint):
         return self
 
 
-class DataOptions(Frozen):
+class RowOptions(Frozen):
     """Options of every command that reads training data; the names mean what they mean in training."""
 
     # ---- data --------------------------------------------------------------------------------------------------
@@ -102,13 +102,18 @@ class DataOptions(Frozen):
     """Load images from http(s) addresses."""
     on_bad_record: Literal["stop", "skip"] = "stop"
     """A record that cannot be used: stop with the first ten of them, or leave them out and count them."""
+    split: str | None = None
+    """Which qrels of a BEIR-style folder. Default: train."""
+
+
+class DataOptions(RowOptions):
+    """Options of every command that searches documents for the queries of training data."""
+
     corpus_path: str | list[str] | None = None
     """Documents to search: a file with one document per record, a BEIR-style folder, or a list of these. Default: the
     documents of the data."""
     qrels_path: str | None = None
     """A qrels file (query id, document id, grade) with more known positives. Default: those of a BEIR-style folder."""
-    split: str | None = None
-    """Which qrels of a BEIR-style folder. Default: train."""
     query_id_field: str | None = None
     """Field of a row with its query's id. Default: query_id, qid, query-id or _id, the first that is there."""
     positive_id_field: str | None = None
@@ -116,16 +121,21 @@ class DataOptions(Frozen):
     pos_id, document_id, doc_id or corpus_id, the first that is there."""
 
 
-class ModelOptions(Frozen):
-    """Options of every command that encodes."""
+class WeightOptions(Frozen):
+    """Options of every command that loads a model."""
 
     # ---- model -------------------------------------------------------------------------------------------------
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights. `auto`: the file's own."""
-    max_length: PositiveInt | None = None
-    """Longest text in tokens; longer ones are cut. Default: the model's own limit."""
     trust_remote_code: bool = False
     """Run Python code that a model's folder brings along. Only for models that you trust as you trust your own code."""
+
+
+class ModelOptions(WeightOptions):
+    """Options of every command that encodes."""
+
+    max_length: PositiveInt | None = None
+    """Longest text in tokens; longer ones are cut. Default: the model's own limit."""
     batch_tokens: Literal["auto"] | PositiveInt = "auto"
     """Padded tokens that go through a model at once."""
     vector_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
@@ -201,6 +211,23 @@ class MineConfig(ChoiceOptions, DataOptions, ModelOptions):
     def depth(self) -> int:
         """Candidates that are chosen per query before the judges see them."""
         return max(self.judged_per_query or 2 * self.budget, self.budget) if self.judges else self.budget
+
+
+class JudgeConfig(RowOptions, WeightOptions):
+    """One run of `vembed judge`."""
+
+    # ---- judges ------------------------------------------------------------------------------------------------
+    judges: Annotated[list[Judge], Field(min_length=1)]
+    """Models that read a query and a negative of its row together, the cheap one first; each a {model, kind, base_url,
+    unsure, ...}. Each judgement is kept in the cache folder by content."""
+    false_negatives: Literal["drop", "relabel", "keep"] = "drop"
+    """A negative that the judges call relevant: leave it out, make it a positive, or keep it."""
+
+    # ---- output ------------------------------------------------------------------------------------------------
+    output_path: str
+    """File to write, by its ending: .jsonl or .parquet."""
+    scores: bool = False
+    """Write the judgements too: `negative_judge_scores`, the probability that a negative is relevant."""
 
 
 class AuditConfig(DataOptions, ModelOptions):

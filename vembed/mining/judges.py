@@ -14,7 +14,7 @@ from vembed.errors import UserError
 from vembed.families.model_files import whole_model_folder
 from vembed.inference.reranker import Reranker
 from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT, YesNoReranker
-from vembed.mining.config import Judge, ModelOptions
+from vembed.mining.config import Judge, WeightOptions
 from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
 
@@ -41,7 +41,7 @@ class JudgeModel(Protocol):
 class CrossEncoder:
     """A reranker: one logit, or two of which the second one says relevant."""
 
-    def __init__(self, judge: Judge, options: ModelOptions, device: torch.device) -> None:
+    def __init__(self, judge: Judge, options: WeightOptions, device: torch.device) -> None:
         self._reranker = Reranker(
             whole_model_folder(judge.model, option="judges"), role=f"judges: {judge.model}", max_labels=2,
             dtype=DTYPES.get(options.torch_dtype), device=device, trust_remote_code=options.trust_remote_code,
@@ -58,7 +58,7 @@ class CrossEncoder:
 class YesNoDecoder:
     """A decoder that is asked, and whose next token is yes or no."""
 
-    def __init__(self, judge: Judge, options: ModelOptions, device: torch.device) -> None:
+    def __init__(self, judge: Judge, options: WeightOptions, device: torch.device) -> None:
         self.reranker = YesNoReranker(
             whole_model_folder(judge.model, option="judges"), role=f"judges: {judge.model}",
             instruction=judge.instruction, dtype=DTYPES.get(options.torch_dtype), device=device,
@@ -94,7 +94,7 @@ def answer_of(text: str) -> float | None:
     return None if found is None else float(found[1].lower() in POSITIVE)
 
 
-def kind_of(judge: Judge, options: ModelOptions) -> str:
+def kind_of(judge: Judge, options: WeightOptions) -> str:
     """Return the kind of judge of a model if the config leaves it open."""
     if judge.kind != "auto":
         return judge.kind
@@ -108,7 +108,7 @@ def kind_of(judge: Judge, options: ModelOptions) -> str:
     return "yes_no" if "ForCausalLM" in architectures else "cross_encoder"
 
 
-def load_judge(judge: Judge, options: ModelOptions, device: torch.device) -> JudgeModel:
+def load_judge(judge: Judge, options: WeightOptions, device: torch.device) -> JudgeModel:
     """The model of a judge."""
     kind = kind_of(judge, options)
     if kind == "endpoint":
@@ -116,7 +116,7 @@ def load_judge(judge: Judge, options: ModelOptions, device: torch.device) -> Jud
     return YesNoDecoder(judge, options, device) if kind == "yes_no" else CrossEncoder(judge, options, device)
 
 
-def judge_identity(judge: Judge, options: ModelOptions) -> str:
+def judge_identity(judge: Judge, options: WeightOptions) -> str:
     """A short name for everything that a judgement depends on besides query and document."""
     model = judge.model if judge.base_url else files_identity(judge.model)
     prompt = [YES_NO_PROMPT, YES_NO_END, ENDPOINT_PROMPT]

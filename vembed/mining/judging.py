@@ -21,7 +21,7 @@ from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.mining.candidate_store import Candidates
 from vembed.mining.choice import Chosen
-from vembed.mining.config import MineConfig
+from vembed.mining.config import Judge, MineConfig, WeightOptions
 from vembed.mining.documents import Documents
 from vembed.mining.judges import JudgeModel, Pair, judge_identity, load_judge
 from vembed.mining.known import Known
@@ -103,43 +103,40 @@ class Judged:
 class Cascade:
     """The judges of a config, the cheap one first."""
 
-    def __init__(self, config: MineConfig, documents: Documents, known: Known, session: Session) -> None:
-        self._config, self._documents, self._known, self._session = config, documents, known, session
-        self._caches = [JudgementCache(judge_identity(one, config)) for one in config.judges]
-        self.counts = [JudgeCounts() for _ in config.judges]
+    def __init__(self, judges: Sequence[Judge], options: WeightOptions, session: Session) -> None:
+        self._judges, self._session = tuple(judges), session
+        self._caches = [JudgementCache(judge_identity(one, options)) for one in judges]
+        self.counts = [JudgeCounts() for _ in judges]
         self._load: Callable[[int], JudgeModel] = cache(
-            lambda number: load_judge(config.judges[number], config, session.device)
+            lambda number: load_judge(judges[number], options, session.device)
         )
 
-    def apply(self, candidates: Candidates, chosen: Chosen) -> Judged:
-        """Judge chosen candidates, and keep at most `budget` of each query. Collective: the ranks share the pairs."""
-        query, column = np.nonzero(chosen.documents >= 0)
-        documents = chosen.documents[query, column]
+    @property
+    def decided_at(self) -> float:
+        """Probability from which on a pair is relevant."""
+        return sum(self._judges[-1].unsure) / 2
+
+    def judge(self, num_pairs: int, pair_of: Callable[[int], Pair]) -> np.ndarray:
+        """[num_pairs] how likely each pair is relevant; UNDECIDED where nobody said. Collective."""
         rank, world_size = self._session.rank, self._session.world_size
-        own = range(rank, len(query), world_size)
+        own = range(rank, num_pairs, world_size)
         found = np.full(len(own), UNDECIDED, np.float32)
         with ProgressReport("judging", active=self._session.is_main) as progress:
             for begin in range(0, len(own), BLOCK):
                 block = own[begin : begin + BLOCK]
-                pairs = [
-                    (_text(self._known.item(candidates.first + int(query[one]))), _text(self._document(documents[one])))
-                    for one in block
-                ]
-                found[begin : begin + len(block)] = self._decide(pairs)
+                found[begin : begin + len(block)] = self._decide([pair_of(one) for one in block])
                 progress(begin + len(block), len(own))
-        sizes = [len(range(one, len(query), world_size)) for one in range(world_size)]
+        sizes = [len(range(one, num_pairs, world_size)) for one in range(world_size)]
         gathered = collectives.all_gather_rows(torch.from_numpy(found), sizes).numpy()
-        judged = np.empty(len(query), np.float32)
+        judged = np.empty(num_pairs, np.float32)
         for one, part in enumerate(np.split(gathered, np.cumsum(sizes)[:-1])):
             judged[one::world_size] = part
-        table = np.full(chosen.documents.shape, UNDECIDED, np.float32)
-        table[query, column] = judged
-        return self._keep(candidates, chosen, table)
+        return judged
 
     def summary(self) -> list[str]:
         """One line for each judge. Collective."""
         lines = []
-        for judge, counts in zip(self._config.judges, self.counts, strict=True):
+        for judge, counts in zip(self._judges, self.counts, strict=True):
             asked, cached, undecided = collectives.sum_ints([counts.asked, counts.cached, counts.undecided])
             where = f" at {judge.base_url}" if judge.base_url else ""
             line = f"judge {judge.model}{where}: {asked:,d} pairs asked, {cached:,d} known from before"
@@ -152,9 +149,9 @@ class Cascade:
         """Return the probability that each pair is relevant, by the first judge that is sure; 0 or 1 after the last."""
         found = [UNDECIDED] * len(pairs)
         left = list(range(len(pairs)))
-        for number, judge in enumerate(self._config.judges):
+        for number, judge in enumerate(self._judges):
             answers = self._ask(number, [pairs[one] for one in left])
-            is_last = number == len(self._config.judges) - 1
+            is_last = number == len(self._judges) - 1
             unsure: list[int] = []
             for one, answer in zip(left, answers, strict=True):
                 if answer is not None:
@@ -189,11 +186,35 @@ class Cascade:
             cache_of_judge.add(fresh)  # also where an endpoint ends it: what was answered costs nothing again
         return answers
 
+
+class CandidateJudge:
+    """The judges of `vembed mine`, and what becomes of the candidates that they have judged."""
+
+    def __init__(self, config: MineConfig, documents: Documents, known: Known, session: Session) -> None:
+        self._config, self._documents, self._known = config, documents, known
+        self._cascade = Cascade(config.judges, config, session)
+
+    def apply(self, candidates: Candidates, chosen: Chosen) -> Judged:
+        """Judge chosen candidates, and keep at most `budget` of each query. Collective: the ranks share the pairs."""
+        query, column = np.nonzero(chosen.documents >= 0)
+        documents = chosen.documents[query, column]
+
+        def pair_of(one: int) -> Pair:
+            item = self._documents.item(int(documents[one]))
+            return text_of(self._known.item(candidates.first + int(query[one]))), text_of(item)
+
+        table = np.full(chosen.documents.shape, UNDECIDED, np.float32)
+        table[query, column] = self._cascade.judge(len(query), pair_of)
+        return self._keep(candidates, chosen, table)
+
+    def summary(self) -> list[str]:
+        """One line for each judge. Collective."""
+        return self._cascade.summary()
+
     def _keep(self, candidates: Candidates, chosen: Chosen, judged_QK: np.ndarray) -> Judged:
         config = self._config
-        decided_at = sum(config.judges[-1].unsure) / 2
         there = chosen.documents >= 0
-        relevant = there & (judged_QK >= decided_at)
+        relevant = there & (judged_QK >= self._cascade.decided_at)
         undecided = there & (judged_QK == UNDECIDED)
         kept = there & ~undecided & (~relevant | (config.false_negatives == "keep"))
         relabelled: dict[int, list[int]] = {}
@@ -210,11 +231,9 @@ class Cascade:
         result = Chosen(documents, scores.astype(np.float32))
         return Judged(result, judgements, relabelled, int(relevant.sum()), int(undecided.sum()))
 
-    def _document(self, number: int) -> Item:
-        return self._documents.item(int(number))
 
-
-def _text(item: Item) -> str:
+def text_of(item: Item) -> str:
+    """Return the text of an item that a judge reads."""
     if item.text is None or item.images:
         raise UserError("judges read texts, and these data hold images: leave judges out")
     return item.text

@@ -85,7 +85,7 @@ class RowMaker:
         # Scores of the negatives that were there would not fit those that come.
         made = {name: value for name, value in record.items() if name not in SCORE_NAMES}
         if not self._config.keep_negatives:
-            made = {name: value for name, value in made.items() if not _is_negative(name)}
+            made = {name: value for name, value in made.items() if not is_negative_name(name)}
         if made.get(QUERY_NAME) is None:
             made[QUERY_NAME] = row_value(example.query, folder)
         if made.get(POSITIVE_NAME) is None:
@@ -111,7 +111,7 @@ class RowMaker:
         if not self._config.keep_negatives:
             return []
         if self._config.scores and example.negatives:
-            for name in [name for name in made if _is_negative(name)]:
+            for name in [name for name in made if is_negative_name(name)]:
                 del made[name]
             return [row_value(item, folder) for item in example.negatives]
         before = made.get(NEGATIVES_NAME)
@@ -136,5 +136,6 @@ class RowMaker:
         return [self._documents.item(number) for number in self._judged.relabelled.get(query, ())]
 
 
-def _is_negative(name: str) -> bool:
+def is_negative_name(name: str) -> bool:
+    """Return True for the name of a field that holds negatives."""
     return name in NEGATIVE_NAMES or _NUMBERED.fullmatch(name) is not None

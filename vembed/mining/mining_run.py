@@ -19,7 +19,7 @@ from vembed.mining.candidate_store import CandidateStore
 from vembed.mining.choice import Chooser, Chosen, Limits
 from vembed.mining.config import BM25, MineConfig
 from vembed.mining.documents import Documents, open_documents
-from vembed.mining.judging import Cascade, Judged
+from vembed.mining.judging import CandidateJudge, Judged
 from vembed.mining.known import Known, Pairs
 from vembed.mining.lexical import check_bm25
 from vembed.mining.merged import PairScores, RowMaker
@@ -102,15 +102,15 @@ def mine(
             tell(calibration.summary(config.max_false_negative_rate))
         limits = calibration.limits if calibration is not None else Limits.of(config)
         chooser = Chooser(config, limits, inputs.documents, inputs.known, running)
-        cascade = Cascade(config, inputs.documents, inputs.known, running) if config.judges else None
+        judge = CandidateJudge(config, inputs.documents, inputs.known, running) if config.judges else None
         parts = []
         for candidates in store.chunks():
             found = chooser.choose(candidates, config.depth)
-            parts.append(cascade.apply(candidates, found) if cascade is not None else Judged.unseen(found))
+            parts.append(judge.apply(candidates, found) if judge is not None else Judged.unseen(found))
         judged = Judged.joined(parts)
         counts = chooser.counts() | {"judged_relevant": judged.num_relevant, "undecided": judged.num_undecided}
         tell(_counts_line(counts, judged.chosen))
-        for line in cascade.summary() if cascade is not None else ():
+        for line in judge.summary() if judge is not None else ():
             tell(line)
 
         maker = RowMaker(

@@ -21,7 +21,7 @@ from vembed.data.readers import Found, JsonLines, Reader, TextFile
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 from vembed.evaluation.dataset import titled_text
-from vembed.mining.config import DataOptions
+from vembed.mining.config import RowOptions
 
 CORPUS_FILE = "corpus.jsonl"
 SPLITS = ("train", "dev", "validation", "val", "test")
@@ -197,7 +197,7 @@ class Rows:
         return table.example(number)
 
 
-def open_rows(options: DataOptions) -> Rows:
+def open_rows(options: RowOptions) -> Rows:
     """Check every record of `data_path`; a `UserError` names the first ten that cannot be used."""
     given = options.data_path if isinstance(options.data_path, list) else [options.data_path]
     if not given:
@@ -214,7 +214,7 @@ def open_rows(options: DataOptions) -> Rows:
     return Rows(tables)
 
 
-def _open_file(options: DataOptions, source: DataSource, *, alone: bool) -> FileTable:
+def _open_file(options: RowOptions, source: DataSource, *, alone: bool) -> FileTable:
     mapping = options.column_mapping if source.column_mapping is None else source.column_mapping
     columns = AllColumns(mapping, may_miss=not alone and source.column_mapping is None)
     reader = open_reader(source.path, columns, "train", cache_folder())
@@ -226,7 +226,7 @@ def _open_file(options: DataOptions, source: DataSource, *, alone: bool) -> File
     return table
 
 
-def _refuse_bad_records(options: DataOptions, tables: Sequence[FileTable]) -> None:
+def _refuse_bad_records(options: RowOptions, tables: Sequence[FileTable]) -> None:
     num_bad, num_good = sum(table.index.num_bad for table in tables), sum(map(len, tables))
     problems = [problem for table in tables for problem in table.index.problems][:NUM_SHOWN]
     if num_bad and (options.on_bad_record == "stop" or not num_good):

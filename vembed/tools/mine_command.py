@@ -1,4 +1,4 @@
-"""`vembed mine`, `vembed audit`, `vembed generate`: their words, several processes, and what a dry run prints."""
+"""`vembed mine`, `judge`, `audit` and `generate`: their words, several processes, and what a dry run prints."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from vembed.config.entries import Frozen
 from vembed.errors import UserError
-from vembed.mining.config import BM25, AuditConfig, GenerateConfig, MineConfig
+from vembed.mining.config import BM25, AuditConfig, GenerateConfig, JudgeConfig, MineConfig
 from vembed.mining.mining_options import describe_options, load_options
 
-Verb = Literal["mine", "audit", "generate"]
+Verb = Literal["mine", "judge", "audit", "generate"]
 Give = Callable[[Any], object]
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
 LAUNCH_FLAGS = {"nproc": "num_processes", "num-machines": "num_machines", "machine-rank": "machine_rank"}
@@ -158,6 +158,28 @@ def run_mine(words: Sequence[str], give: Give = ignore) -> int:
     return 0
 
 
+def run_judge(words: Sequence[str], give: Give = ignore) -> int:
+    """`vembed judge`."""
+    parsed = parse_words("judge", words)
+    config = load_options(JudgeConfig, parsed.config, parsed.overrides)
+    from vembed.mining.output import check_output
+
+    target = check_output(config.output_path)
+    if parsed.is_dry_run:
+        from vembed.mining.row_judging import read_negatives
+
+        _, pairs = read_negatives(config)
+        judges = [f"judge {one.model}{f' at {one.base_url}' if one.base_url else ''}" for one in config.judges]
+        sys.stdout.write("\n".join([pairs.summary(), *judges, f"would write: {target}"]) + "\n")
+        return 0
+    if (code := start_others("judge", parsed, give)) is not None:
+        return code
+    from vembed.mining.row_judging import judge
+
+    give(judge(config, say=speak))
+    return 0
+
+
 def run_audit(words: Sequence[str], give: Give = ignore) -> int:
     """`vembed audit`."""
     parsed = parse_words("audit", words)
@@ -226,6 +248,7 @@ def speak(line: str) -> None:
 
 VERBS: dict[Verb, tuple[type[Frozen], Callable[[Sequence[str], Give], int]]] = {
     "mine": (MineConfig, run_mine),
+    "judge": (JudgeConfig, run_judge),
     "audit": (AuditConfig, run_audit),
     "generate": (GenerateConfig, run_generate),
 }
