@@ -195,7 +195,8 @@ class _RowMaker:
             del made[name]
         if example.scores is not None:
             made["positive_scores"] = list(example.scores)
-        made["negative_scores"] = [example.negative_scores[one] for one in kept]
+        if kept:
+            made["negative_scores"] = [example.negative_scores[one] for one in kept]
 
     def _reads(self, name: str, *roles: str) -> bool:
         """True for a field that is read as one of these parts of a record."""
