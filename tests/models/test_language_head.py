@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from vembed.data.rank_batch import make_rank_batch
 from vembed.distributed.session import start_session
 from vembed.families.decisions import describe
 from vembed.models.embedding_model import build_model
-from vembed.models.language_head import IGNORED, has_language_head
+from vembed.models.language_head import IGNORED, Hidden, LanguageHead, has_language_head
 from vembed.training.auxiliary_losses import AuxiliaryLosses
 from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
@@ -54,14 +56,30 @@ def config_of(folder: Path, **more: Any) -> TrainConfig:
 
 
 def folders() -> list[Path]:
-    """A head of its own, and one that is the embedding matrix."""
-    return [tiny.shared(tiny.tiny_llama), tiny.shared(tied_qwen)]
+    """A head of its own, one that is the embedding matrix, and an encoder, whose head is new."""
+    return [tiny.shared(tiny.tiny_llama), tiny.shared(tied_qwen), tiny.shared(tiny.tiny_bert)]
+
+
+DRAWN = LanguageHead.hidden
+
+
+def hidden_by_content(head: LanguageHead, inputs: Mapping[str, Tensor]) -> Hidden:
+    """An encoder's hidden tokens, a function of the tokens alone: the same on any number of ranks."""
+    if head.is_causal:
+        return DRAWN(head, inputs)
+    ids = inputs["input_ids"]
+    chosen = (ids % 3 == 0) & ~torch.isin(ids, torch.tensor(head.tokens.special))
+    assert head.tokens.mask is not None
+    return Hidden({**inputs, "input_ids": ids.masked_fill(chosen, head.tokens.mask)}, ids.masked_fill(~chosen, IGNORED))
 
 
 def on_ranks(strategy: str) -> list[dict[str, Tensor]]:
     """The gradients of each model and case through the real step on this rank, and its part of the loss."""
     found = []
-    with start_session(config_of(folders()[0], strategy=strategy)) as session:
+    with (
+        mock.patch.object(LanguageHead, "hidden", hidden_by_content),
+        start_session(config_of(folders()[0], strategy=strategy)) as session,
+    ):
         for folder in folders():
             for case in CASES:
                 config = config_of(folder, strategy=strategy, gradient_checkpointing=strategy == "fsdp")
@@ -85,10 +103,18 @@ def wanted(folder: Path) -> dict[str, Tensor]:
     model, _, featuriser = build(CASES[0], config_of(folder, padding_free=False))
     items = [(one, kind) for example in examples(CASES[0]) for one, kind in occurrences(example)]
     inputs = featuriser.collate(featuriser.features(items))  # type: ignore[arg-type]
+    assert model.language is not None
+    if not model.language.is_causal:  # its loss is compared with Transformers' below
+        with mock.patch.object(LanguageHead, "hidden", hidden_by_content):
+            _, (losses,) = model([("text", inputs)], with_auxiliary=True)
+        sums, counts = losses["masked_token"]
+        mean = sums.sum() / counts.sum()
+        mean.backward()
+        return {**full_gradients(model), "loss": mean.detach()}
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
     labels[:, 1:].masked_fill_(inputs["attention_mask"][:, :-1] == 0, IGNORED)  # no token tells the first of a text
     states = model.backbone(**inputs).last_hidden_state
-    assert model.language is not None and not model.language.is_new
+    assert not model.language.is_new
     own = dict(model.named_parameters())
     logits = states @ own.get("language.whole.lm_head.weight", own["backbone.embed_tokens.weight"]).T
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

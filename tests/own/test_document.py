@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.commands import command
 from tests.docs.pages import ROOT
+from tests.harness import run_ranks
 
 PACKAGE = ROOT / "examples" / "own_model"
 SNIPPET = """
@@ -36,6 +43,69 @@ config = ModelConfig(
 
 model = FreeTransformer(config)
 """
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from free_transformer import FreeTransformer, ModelConfig
+from free_transformer.model import DecoderBlock
+
+def setup_distributed():
+    \"\"\"Initialize distributed training.\"\"\"
+    dist.init_process_group(backend="nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+def get_fsdp_config():
+    \"\"\"Get FSDP configuration.\"\"\"
+    return {
+        "auto_wrap_policy": ModuleWrapPolicy({DecoderBlock}),
+        "sharding_strategy": ShardingStrategy.FULL_SHARD,
+        "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
+        "mixed_precision": MixedPrecision(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            buffer_dtype=torch.float32,
+        ),
+        "device_id": torch.cuda.current_device(),
+    }
+
+def main():
+    setup_distributed()
+    
+    # Create model
+    config = ModelConfig(
+        vocab_size=50000,
+        hidden_dim=1024,
+        num_layers=24,
+        num_heads=16,
+        latent_dim=64
+    )
+    
+    model = FreeTransformer(config)
+    
+    # Wrap with FSDP
+    model = FSDP(model, **get_fsdp_config())
+    
+    # Training loop
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    
+    for batch in dataloader:
+        optimizer.zero_grad()
+        
+        logits, z_logits = model(batch['input_ids'], mode='training')
+        loss = compute_loss(logits, z_logits, batch['input_ids'])
+        
+        loss.backward()
+        optimizer.step()
+        
+        if dist.get_rank() == 0:
+            print(f"Loss: {loss.item():.4f}")
+
+if __name__ == "__main__":
+    main()
+"""  # noqa: W293
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +147,55 @@ def test_the_model_as_printed() -> None:
     assert losses[-1] < losses[0]
     with pytest.raises(ValueError, match="must be a power of two"):
         names["ModelConfig"](latent_dim=48)
+
+
+def run_script() -> tuple[str, int]:
+    """Called on every rank: the document's script, with the names that it does not import, gloo for NCCL, the CPU for
+    the GPU, and a smaller model. Returns what it printed and the number of sharded units."""
+    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+    sys.path.insert(0, str(PACKAGE))
+    from free_transformer.model import kl_to_uniform
+
+    def compute_loss(logits: torch.Tensor, z_logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        entropy = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        return entropy + (kl_to_uniform(z_logits) - 0.35).clamp(min=0).mean()
+
+    draw = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    batch = {"input_ids": torch.randint(0, 50, (4, 9), generator=draw)}
+    units: list[FullyShardedDataParallel] = []
+    start, wrap = dist.init_process_group, FullyShardedDataParallel.__init__
+
+    def init(self: FullyShardedDataParallel, *given: Any, **options: Any) -> None:
+        units.append(self)
+        wrap(self, *given, **options)
+
+    names = {
+        "__name__": "__main__", "os": os, "ShardingStrategy": ShardingStrategy, "BackwardPrefetch": BackwardPrefetch,
+        "MixedPrecision": MixedPrecision, "compute_loss": compute_loss, "dataloader": [batch] * 3,
+    }  # fmt: skip
+    script = SCRIPT
+    for given, smaller in (("50000", "50"), ("=1024", "=32"), ("=24", "=2"), ("=16", "=2")):
+        assert script.count(given) == 1
+        script = script.replace(given, smaller)
+    printed = io.StringIO()
+    with (
+        mock.patch.object(dist, "init_process_group", lambda backend: start({"nccl": "gloo"}[backend])),
+        mock.patch.object(torch.cuda, "set_device"),
+        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(FullyShardedDataParallel, "__init__", init),
+        contextlib.redirect_stdout(printed),
+    ):
+        exec(compile(script, "document", "exec"), names)
+    dist.destroy_process_group()
+    return printed.getvalue(), len(units)
+
+
+@pytest.mark.promise("E40", "E41")
+def test_the_script_as_printed() -> None:
+    (first, units), (second, _) = run_ranks(run_script, 2, process_group=False)
+    assert len(re.findall(r"^Loss: \d+\.\d{4}$", first, re.MULTILINE)) == 3 and second == ""
+    assert units == 4, "two blocks, the encoder's, and the rest"
 
 
 def test_the_paths_of_the_latent() -> None:

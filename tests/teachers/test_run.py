@@ -63,6 +63,18 @@ def test_a_teacher_of_texts_and_images(tmp_path: Path) -> None:
     assert len([step for step in steps if "loss" in step]) == 3
 
 
+def test_texts_without_pairs_follow_a_teacher(tmp_path: Path) -> None:
+    alone = [{"text": one} for one in texts(24, seed=5)]
+    teacher = str(shared(tiny_bert, layers=1, hidden=24))
+    losses = [{"loss": "embedding"}, {"loss": "relational"}]
+    steps = train(tmp_path, alone, losses=losses, teachers=[teacher], max_steps=12, learning_rate=1e-2)
+    said = [step["loss/embedding"] for step in steps if "loss/embedding" in step]
+    assert len(said) == 12 and sum(said[-4:]) < sum(said[:4])
+    pairs = [{"loss": "infonce"}, *losses]
+    with pytest.raises(vembed.UserError, match="no query and no positive"):
+        train(tmp_path, alone, losses=pairs, teachers=[teacher], output_dir=str(tmp_path / "out2"))
+
+
 def test_scores_in_the_data(tmp_path: Path) -> None:
     scored = [{**one, "scores": [2.0, 0.5, -1.0]} for one in records()]
     train(tmp_path, scored, loss="kl", teacher="scores", temperature=1.0)

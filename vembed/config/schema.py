@@ -186,7 +186,8 @@ class LossOptions(Frozen, title="loss"):
     the optimum. angle: cosent by the angle in the complex plane (AnglE). kl, margin_mse, score_mse, relational: a
     teacher's scores. embedding: a teacher's vectors. spread_out: queries and documents away from each other. listwise,
     ranknet: graded scores of a query's documents. anchor: distance to the embeddings of the start model, for sources of
-    texts alone. none: the model's own losses alone, for pre-training: `auxiliary_losses`, `language_modelling`."""
+    texts alone. none: the model's own losses alone, for pre-training: `auxiliary_losses`, `language_modelling`. anchor,
+    embedding, relational, spread_out and none read records of a single `text` too."""
     anchor_weight: NonNegativeFloat = 0.0
     """Weight of a further term against forgetting: the mean of 1 - cos(z, z0) over all inputs of the batch, z0 the
     embedding that `model_name` gives before training. A source of texts alone (`text`) with `losses: [{loss: anchor}]`

@@ -15,7 +15,7 @@ MAY_FOLLOW_TEACHER = FOLLOWS_TEACHER | {"listwise", "ranknet"}
 NEEDS_VECTORS = frozenset({"embedding", "relational", "anchor"})
 ANCHOR = "anchor"
 """Loss that follows the start model."""
-TEXTS_ALONE = ("none", ANCHOR)
+TEXTS_ALONE = frozenset({"none", ANCHOR, "embedding", "relational", "spread_out"})
 """Losses that read texts without pairs."""
 GUIDED = frozenset({"infonce", "sigmoid", "circle"})
 
@@ -25,7 +25,7 @@ def loss_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
     terms = [(1.0, config)]
     if config.losses is not None:
         terms = [(term.weight, with_term(config, term)) for term in config.losses]
-    if config.anchor_weight and all(term.loss not in TEXTS_ALONE for _, term in terms):
+    if config.anchor_weight and all(term.loss not in ("none", ANCHOR) for _, term in terms):
         terms.append((config.anchor_weight, config.model_copy(update={"loss": ANCHOR, "losses": None})))
     return terms
 
