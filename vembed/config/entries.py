@@ -110,7 +110,7 @@ class LossTerm(Frozen):
     """One entry of `losses`: a loss, its weight, and options of the same names for this term alone."""
 
     loss: LossName
-    """Which loss."""
+    """Its loss."""
     weight: PositiveFloat = 1.0
     """Factor of the term in the sum."""
     teacher: str | None = None

@@ -14,7 +14,7 @@ FiniteFloat = Annotated[float, Field(allow_inf_nan=False), Number]
 
 
 class ChoiceOptions(Frozen):
-    """Which candidates become negatives, and how many."""
+    """Options that choose negatives among the candidates, and their number."""
 
     num_negatives: PositiveInt = 5
     """Negatives that each row gets, where there are so many."""
@@ -45,7 +45,7 @@ class ChoiceOptions(Frozen):
     """Leave out candidates of whose word n-grams at least this share is in a known positive, or the other way round.
     `null`: only equal texts, apart from case, punctuation and spaces."""
     sampling: Literal["top", "random", "softmax"] = "top"
-    """Which of the candidates that are left: the best, any, or any with probability softmax(score / temperature)."""
+    """Choice among the candidates that are left: the best, any, or any with probability softmax(score / temperature)."""
     sampling_temperature: PositiveFloat = 0.05
     """Temperature of `sampling: softmax`."""
     per_query_budget: PositiveInt | None = None

@@ -20,7 +20,7 @@ class Visit:
     owner: int
     """The rank whose columns they are."""
     columns: slice
-    """Which of its columns."""
+    """Their places among its columns."""
     values: Tensor
     """[C, width] what their rank packed for them. Valid until the next visit."""
     gradient: Tensor | None

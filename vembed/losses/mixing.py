@@ -28,7 +28,7 @@ _GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -772359229
 
 @dataclass(frozen=True, slots=True)
 class Mixtures:
-    """Which hard negatives are mixed, and how."""
+    """The hard negatives of each mixture, and their weights."""
 
     left: Tensor
     """[X] number of the first hard negative."""

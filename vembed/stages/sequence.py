@@ -34,7 +34,7 @@ Train = Callable[[TrainArguments], int]
 
 @dataclass(frozen=True)
 class Range:
-    """Which steps of a road are run."""
+    """The steps of a road that are run."""
 
     only: str | None = None
     first: str | None = None

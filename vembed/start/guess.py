@@ -1,4 +1,4 @@
-"""Which column is the query and which the positive: guessed from names in several languages and from the content."""
+"""Guesses of the columns of query and positive, from names in several languages and from the content."""
 
 from __future__ import annotations
 

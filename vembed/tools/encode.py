@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -22,8 +22,17 @@ from vembed.inference.encoding import Progress, encode_items
 from vembed.inference.quantization import Precision as VectorPrecision
 from vembed.inference.quantization import quantized, ranges_of, read_ranges
 from vembed.progress import ProgressReport, duration
-from vembed.tools.encode_input import ID_COLUMNS, ITEM_COLUMNS, Format, InputLines, InputParser, check_kept, rows_of
-from vembed.tools.vector_files import check_kept_names, check_target, kept_beside, vector_writer
+from vembed.tools.encode_input import (
+    ID_COLUMNS,
+    ITEM_COLUMNS,
+    Format,
+    InputLines,
+    InputParser,
+    Row,
+    check_kept,
+    rows_of,
+)
+from vembed.tools.vector_files import VectorWriter, check_kept_names, check_target, kept_beside, vector_writer
 
 CHUNK_LINES = 65_536
 """Lines that are read, sorted by length, encoded and written together; memory does not grow with the file."""
@@ -84,11 +93,10 @@ def run_encode(
     target = check_target(output)
     check_kept_names(keep)
     _check_ranges(precision, ranges)
-    if layers is None:
-        if pooling is not None:
-            raise UserError("--pooling is for hidden states (--layers); embeddings are pooled as the model says")
-    else:
+    if layers is not None:
         _check_layers(target, precision, changed=truncate_dim is not None or normalize is not None)
+    elif pooling is not None:
+        raise UserError("--pooling is for hidden states (--layers); embeddings are pooled as the model says")
     console = Console(stderr=True)
     config = session_config(model, strategy, trust_remote_code=trust_remote_code)
     with start_session(config) as session:
@@ -102,12 +110,9 @@ def run_encode(
         if rows is not None and rows.is_dir() and target.suffix == ".npy" and not keep:
             keep = ("image",)  # nothing else says which image a vector is of
         embedder = Embedder(
-            model,
-            torch_dtype=torch_dtype,
-            truncate_dim=truncate_dim,
-            trust_remote_code=trust_remote_code,
+            model, torch_dtype=torch_dtype, truncate_dim=truncate_dim, trust_remote_code=trust_remote_code,
             session=session,
-        )
+        )  # fmt: skip
         work: _Work = (of_vectors := _Embeddings(embedder, kind, batch_tokens, normalize, precision, ranges))
         if layers is not None:
             work = _Layers(embedder, kind, batch_tokens, layers, pooling)
@@ -118,18 +123,8 @@ def run_encode(
             vector_writer(target, work.shape, keep, active=session.is_main, dtype=dtype) as writer,
             ProgressReport("encoding", active=session.is_main, console=console) as progress,
         ):
-            done = 0
-            for chunk in itertools.chain([start] if start else [], chunks):
-
-                def report(part: int, _: int, before: int = done) -> None:
-                    progress(before + part, lines.total)
-
-                writer.write(
-                    work([row.item for row in chunk], report),
-                    [row.identity for row in chunk],
-                    {name: [row.fields.get(name) for row in chunk] for name in keep},
-                )
-                done += len(chunk)
+            chunks = itertools.chain([start] if start else [], chunks)
+            done = _write_all(chunks, work, writer, keep, lambda rows: progress(rows, lines.total))
         seconds = time.monotonic() - began
         ranges_file = of_vectors.save_ranges(target, active=session.is_main)
         result = Encoded(target, done, work.shape[-1], seconds, ranges_file)
@@ -140,6 +135,29 @@ def run_encode(
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
     return result
+
+
+def _write_all(
+    chunks: Iterable[list[Row]],
+    work: _Work,
+    writer: VectorWriter,
+    keep: Sequence[str],
+    progress: Callable[[int], None],
+) -> int:
+    """Write what stands for each input, chunk by chunk, and return the number of inputs. Collective."""
+    done = 0
+    for chunk in chunks:
+
+        def report(part: int, _: int, before: int = done) -> None:
+            progress(before + part)
+
+        writer.write(
+            work([row.item for row in chunk], report),
+            [row.identity for row in chunk],
+            {name: [row.fields.get(name) for row in chunk] for name in keep},
+        )
+        done += len(chunk)
+    return done
 
 
 def _check_ranges(precision: VectorPrecision, ranges: str | None) -> None:

@@ -166,35 +166,20 @@ class ContrastiveStep:
         `last`: this is the last batch before the optimizer step. `scale`: the factor of the float16 gradient scaler.
         """
         with holding_copies(self.model):  # the weights stay the same until the optimizer step
-            return self._accumulate(rank_batch, number, weight=weight, last=last, scale=scale)
-
-    def _accumulate(
-        self, rank_batch: RankBatch, number: int, *, weight: float, last: bool, scale: float
-    ) -> BatchResult:
-        with self.timer("data"):
-            batch = StepBatch(rank_batch, number, last, self.source.of(rank_batch.features))
-        if self.auxiliary is not None:
-            batch.auxiliary = self.auxiliary.begin(rank_batch, self.session.device)
-        with self.timer("wait"):
-            self.agree(batch)
-        with self.timer("forward"), self._watching_memory():
-            self.encode(batch)
-        with self.timer("wait"):
-            loss_batch = self.gather(batch)
-        loss_share, gradient = self.score(loss_batch, batch, weight * scale)
-        with self.timer("backward"), self._watching_memory():
-            self.backward(batch, gradient, weight * scale)
-        feeder, num_forwards = self.source.feeder, len(batch.micro_batches)
-        return BatchResult(
-            loss_share=loss_share,
-            padded_tokens=sum(feeder.padded_tokens(one, rank_batch.features) for one in batch.micro_batches),
-            num_forwards=num_forwards if batch.keeps_graphs else 2 * num_forwards,
-            kept_graphs=batch.keeps_graphs,
-            embeddings=batch.embeddings,
-            is_finite=torch.isfinite(batch.embeddings).all(),
-            auxiliary={} if batch.auxiliary is None else batch.auxiliary.means(),
-            terms=self.loss.term_shares(rank_batch.source),
-        )
+            with self.timer("data"):
+                batch = StepBatch(rank_batch, number, last, self.source.of(rank_batch.features))
+            if self.auxiliary is not None:
+                batch.auxiliary = self.auxiliary.begin(rank_batch, self.session.device)
+            with self.timer("wait"):
+                self.agree(batch)
+            with self.timer("forward"), self._watching_memory():
+                self.encode(batch)
+            with self.timer("wait"):
+                loss_batch = self.gather(batch)
+            loss_share, gradient = self.score(loss_batch, batch, weight * scale)
+            with self.timer("backward"), self._watching_memory():
+                self.backward(batch, gradient, weight * scale)
+        return self._result(batch, loss_share)
 
     # ---- the stages --------------------------------------------------------------------------------------------
 
@@ -348,6 +333,19 @@ class ContrastiveStep:
             reshard(self.model)
 
     # ---- parts of the stages -----------------------------------------------------------------------------------
+
+    def _result(self, batch: StepBatch, loss_share: Tensor) -> BatchResult:
+        feeder, features, num_forwards = self.source.feeder, batch.rank_batch.features, len(batch.micro_batches)
+        return BatchResult(
+            loss_share=loss_share,
+            padded_tokens=sum(feeder.padded_tokens(one, features) for one in batch.micro_batches),
+            num_forwards=num_forwards if batch.keeps_graphs else 2 * num_forwards,
+            kept_graphs=batch.keeps_graphs,
+            embeddings=batch.embeddings,
+            is_finite=torch.isfinite(batch.embeddings).all(),
+            auxiliary={} if batch.auxiliary is None else batch.auxiliary.means(),
+            terms=self.loss.term_shares(batch.rank_batch.source),
+        )
 
     def _forward(self, inputs: ModelInputs, batch: int, micro_batch: int) -> tuple[list[Tensor], Parts]:
         seed_draws(seed_of(self.seed, batch, self.session.rank, micro_batch), self.session.device)

@@ -87,13 +87,7 @@ def merge(
     is_main = session is None or session.is_main
     judge = Judge(str(data), metric, session) if data is not None else None
     with _scratch(target, is_main=is_main) as scratch:
-        folders = {name: scratch / f"model-{place}" for place, name in enumerate(names)}
-        if is_main:
-            made = {name: whole_model(name, folder) for name, folder in folders.items()}
-        collectives.barrier()
-        if not is_main:
-            made = {name: folder if folder.is_dir() else None for name, folder in folders.items()}
-        sources = [open_source(name, made[name]) for name in names]
+        sources = _opened(names, scratch, is_main=is_main)
         wants_base = recipe.needs_base or (sweep_points is not None and len(names) == 1)
         base_name = _base_name(base, sources, method) if wants_base else None
         below = open_source(base_name) if base_name is not None else None
@@ -123,6 +117,17 @@ def merge(
     if judge is not None and score is None:
         score = judge.score(target)
     return MergeResult(target, recipe, tuple(names[place] for place in chosen), score, tuple(trials))
+
+
+def _opened(names: Sequence[str], scratch: Path, *, is_main: bool) -> list[Source]:
+    """Open the models. Adapters and checkpoints become whole models in `scratch` first. Collective."""
+    folders = {name: scratch / f"model-{place}" for place, name in enumerate(names)}
+    if is_main:
+        made = {name: whole_model(name, folder) for name, folder in folders.items()}
+    collectives.barrier()
+    if not is_main:
+        made = {name: folder if folder.is_dir() else None for name, folder in folders.items()}
+    return [open_source(name, made[name]) for name in names]
 
 
 def _base_name(base: str | Path | None, sources: Sequence[Source], method: MergeMethod) -> str:
