@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed import Embedder
@@ -65,3 +66,12 @@ def score_matrix(queries: list[str], found: list[str]) -> np.ndarray:
     sides = (embedder.encode(queries, kind="query"), embedder.encode(found, kind="document"))
     a, b = (side.astype(np.float64) for side in sides)
     return a @ b.T
+
+
+def assert_same_rows(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Rows are equal; their scores nearly: products of other shapes may round in another way."""
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert value == (pytest.approx(other[name], abs=5e-6) if name.endswith("scores") else other[name]), name

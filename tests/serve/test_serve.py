@@ -65,23 +65,24 @@ def refused(url: str, values: Any) -> tuple[int, str]:
         return error.code, json.load(error)["error"]["message"]
 
 
+def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
+    """Threads of a server may split a product in another way."""
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+
+
 def test_the_vectors_are_those_of_the_model(url: str) -> None:
     model = vembed.Embedder(model_folder())
     answer = post(f"{url}/v1/embeddings", {"model": "tiny", "input": TEXTS})
     served = np.array([row["embedding"] for row in answer["data"]], np.float32)
-    np.testing.assert_array_equal(served, model.encode(TEXTS, prompt=""))
+    assert_close(served, model.encode(TEXTS, prompt=""))
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 8
     asked = {"model": "tiny", "input": TEXTS[0], "input_type": "query", "encoding_format": "base64"}
     (row,) = post(f"{url}/v1/embeddings", asked)["data"]
-    np.testing.assert_array_equal(
-        np.frombuffer(base64.b64decode(row["embedding"]), "<f4"), model.encode(TEXTS[0], "query")
-    )
+    assert_close(np.frombuffer(base64.b64decode(row["embedding"]), "<f4"), model.encode(TEXTS[0], "query"))
     (short,) = post(f"{url}/v1/embeddings", {"input": TEXTS[:1], "dimensions": 8})["data"]
     assert len(short["embedding"]) == 8 and np.linalg.norm(short["embedding"]) == pytest.approx(1)
-    np.testing.assert_array_equal(
-        np.array(post(f"{url}/embed", {"inputs": TEXTS, "prompt_name": "query"}), np.float32),
-        model.encode(TEXTS, "query"),
-    )
+    answer = post(f"{url}/embed", {"inputs": TEXTS, "prompt_name": "query"})
+    assert_close(np.array(answer, np.float32), model.encode(TEXTS, "query"))
 
 
 def test_check_server_passes(url: str) -> None:
@@ -103,7 +104,7 @@ def test_requests_at_the_same_time(url: str) -> None:
         thread.join()
     assert len(found) == 6
     for one in found:
-        np.testing.assert_array_equal(np.array(one, np.float32), wanted)
+        assert_close(np.array(one, np.float32), wanted)
 
 
 @pytest.mark.parametrize(

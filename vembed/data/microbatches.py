@@ -17,7 +17,7 @@ PRICE = 16
 
 
 def num_micro_batches(lengths: Lengths, budget: int, max_rows: int | None = None) -> int:
-    """Return the number of micro-batches that `plan` makes of these lengths with at_least=0."""
+    """Return the number of micro-batches that `split` makes of these lengths with at_least=0."""
     return len(_cut(_sorted(lengths, budget, max_rows)[1], budget, max_rows))
 
 
