@@ -27,7 +27,7 @@ from vembed.tools.demo_data import split_by_module, standard_library_pairs, writ
 from vembed.tools.train_tokenizer import train_tokenizer
 from vembed.training.callbacks import StepInfo
 
-NUM_PAIRS, NUM_VALIDATION = 3000, 200
+NUM_VALIDATION = 200
 NUM_COMPARED = 64
 
 
@@ -38,13 +38,14 @@ def main() -> None:
     parser.add_argument("--use-fsdp", action="store_true", help="shard the model over the processes")
     parser.add_argument("--baseline", action="store_true", help="the same decoder without Z")
     parser.add_argument("--output", help="folder of the run; default: checkpoints/free or checkpoints/baseline")
+    parser.add_argument("--pairs", type=int, default=3000, help="number of training pairs")
     given, options = parser.parse_known_args()
     rank = int(os.environ.get("RANK", "0"))
     config = yaml.safe_load(Path(given.config).read_text(encoding="utf-8"))
     output = Path(given.output or ("checkpoints/baseline" if given.baseline else "checkpoints/free"))
     data = output / "data"
     if rank == 0:
-        prepare(data, config["model_config"]["vocab_size"])
+        prepare(data, config["model_config"]["vocab_size"], given.pairs)
     wait_for(data / "ready")
     options = [f"tokenizer_name={data / 'tokenizer'}", "overwrite=true", *options]
     if given.use_fsdp:
@@ -104,11 +105,11 @@ def use_of_latent(folder: Path, sizes: dict[str, Any], data: Path) -> str:
     )
 
 
-def prepare(folder: Path, vocab_size: int) -> None:
+def prepare(folder: Path, vocab_size: int, num_pairs: int) -> None:
     """Write texts, pairs and a tokenizer that is trained on them."""
     (folder / "ready").unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    train, validation = split_by_module(standard_library_pairs(), NUM_PAIRS, NUM_VALIDATION)
+    train, validation = split_by_module(standard_library_pairs(), num_pairs, NUM_VALIDATION)
     write_pairs(train, folder / "pairs.jsonl")
     write_pairs(validation, folder / "validation.jsonl")
     records = [json.loads(line) for line in (folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [one for one in items if any(row in mark.args for mark in one.iter_markers("promise"))]
     places = {f"tests/{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda one: places.get(one.nodeid.partition("::")[0], len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules that are loaded now out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart() -> None:

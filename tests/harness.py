@@ -10,18 +10,19 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import random
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
-
-from vembed.distributed.launch import free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -79,7 +80,7 @@ def rank_outcomes(
     `wait_for`: the ranks to wait for, if not all; the others are ended soon after.
     """
     context = forkserver()
-    port = free_port()
+    port = free_ports()
     ranks: dict[Connection, Outcome] = {}
     processes = []
     try:
@@ -152,6 +153,25 @@ def forkserver() -> ForkServerContext:
             else:
                 os.environ[name] = value
     return context
+
+
+def free_ports(count: int = 40) -> int:
+    """The first of so many TCP ports in a row that nobody uses now: a test may start one session after the other.
+
+    They are none of those that the system gives to outgoing connections, nor of those that vembed's launcher chooses
+    from, nor those of another worker.
+    """
+    first, end = 5_000, 12_000
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        size = (end - first) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        first += size * int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        end = first + size
+    while True:
+        start = random.SystemRandom().randrange(first, end - count)
+        with suppress(OSError), ExitStack() as stack:
+            for port in range(start, start + count):
+                stack.enter_context(socket.socket()).bind(("", port))
+            return start
 
 
 def _rank_main(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +17,7 @@ from packaging.version import Version
 import vembed
 from benchmarks.strategies import STRATEGIES
 from tests import tiny
+from tests.commands import command
 from tests.docs.pages import ROOT, text_of
 from tests.floors import NEWER_THAN_ITS_FLOOR, constraints, lower_bounds
 from vembed.config.loading import load_config
@@ -112,9 +110,7 @@ def test_one_command_on_two_processes(tmp_path: Path) -> None:
     vembed.train(write_config(one, global_batch_size=16))
     two = tmp_path / "two"
     config = write_config(two, batch_size=8, profile_steps=[5, 6])
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "vembed", "train", str(config), "--nproc", "2", "use_fsdp=true"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=110)
+    done = command("train", str(config), "--nproc", "2", "use_fsdp=true", env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stdout + done.stderr
 
     alone, sharded = metrics(one / "output"), metrics(two / "output")

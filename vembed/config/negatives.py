@@ -45,7 +45,7 @@ class ChoiceOptions(Frozen):
     """Leave out candidates of whose word n-grams at least this share is in a known positive, or the other way round.
     `null`: only equal texts, apart from case, punctuation and spaces."""
     sampling: Literal["top", "random", "softmax"] = "top"
-    """Choice among the candidates that are left: the best, any, or any with probability softmax(score / temperature)."""
+    """Choice among those that are left: the best, any, or any with probability softmax(score / temperature)."""
     sampling_temperature: PositiveFloat = 0.05
     """Temperature of `sampling: softmax`."""
     per_query_budget: PositiveInt | None = None
