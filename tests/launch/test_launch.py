@@ -191,12 +191,12 @@ def test_a_second_signal_two_seconds_later_ends_at_once(tmp_path: Path) -> None:
     launched.process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     launched.process.send_signal(signal.SIGINT)  # a wrapper passes Ctrl-C on: the same request
-    time.sleep(launcher.SAME_REQUEST_SECONDS)
+    time.sleep(launcher.SAME_REQUEST_SECONDS + 0.5)
     assert all(rank.is_running() for rank in ranks)
     began = time.monotonic()
     launched.process.send_signal(signal.SIGINT)
-    assert launched.end()[0] == 130
-    assert time.monotonic() - began < 5
+    assert launched.end(50)[0] == 130
+    assert time.monotonic() - began < 40, "far less than saving takes"
     assert not [rank for rank in ranks if rank.is_running()]
 
 
@@ -243,7 +243,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     began = time.monotonic()
     code, _, err = launched.end()
     assert code == 1 and "rank 1 ended with exit code 3" in err
-    assert time.monotonic() - began < launcher.GRACE_SECONDS + 10
+    assert time.monotonic() - began < launcher.GRACE_SECONDS + 20
     assert not [rank for rank in ranks if rank.is_running()]
 
 
