@@ -170,6 +170,7 @@ def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
     with _collective("reduce_scatter_rows"):
         _check_rows(rows_ND.shape[0], sum(counts))
         longest = max(counts)
+        # NCCL scatters equal sizes only, as above: each rank's rows begin at a multiple of the longest.
         full = rows_ND
         if min(counts) < longest:
             full = rows_ND.new_zeros(world_size() * longest, *rows_ND.shape[1:])
@@ -200,6 +201,7 @@ def start_ring_shift(sent: Tensor, received: Tensor) -> Transfer:
     Messages between two ranks arrive in the order in which they were started. Empty ones are not sent.
     """
     with _collective("ring_shift"):
+        # All ranks send and receive in one batch: a blocking send on every rank would wait for a receive on none.
         following, before = (rank() + 1) % world_size(), (rank() - 1) % world_size()
         messages = []
         if sent.numel():
@@ -229,6 +231,7 @@ def all_reduce_gradients(parameters: Iterable[nn.Parameter], *, average: bool = 
             gradients.append(parameter.grad)
     with _collective("all_reduce_gradients"):
         for bucket in _buckets(gradients):
+            # One all-reduce per bucket: a small tensor costs the network's latency, however little it holds.
             dtype = torch.promote_types(bucket[0].dtype, torch.float32)
             flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in bucket])
             dist.all_reduce(flat)
@@ -288,6 +291,7 @@ def broadcast_json(value: Any, source: int = 0) -> Any:
     with _collective("broadcast_json"):
         device = _number_device()
         payload = _to_bytes(value) if rank() == source else torch.empty(0, dtype=torch.uint8)
+        # The length first: a receiving rank must have room before the content comes.
         size = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
         dist.broadcast(size, src=source)
         buffer = payload.to(device) if rank() == source else torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -347,6 +351,7 @@ def _check_rows(num_rows: int, expected: int) -> None:
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield buckets of tensors of one dtype and device, in order, of at most BUCKET_BYTES (or a single tensor)."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    # In the order of the first tensor of each kind, which is the same on every rank, as the collectives need it.
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for same_kind in kinds.values():

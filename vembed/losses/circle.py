@@ -88,6 +88,7 @@ class CircleRows(Softmax):
 
     def grad_of_logits(self, logits: Tensor, out: Tensor, _target: Tensor | None = None) -> Tensor:
         """See RowLoss."""
+        # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own.
         weights = self._weights(logits)  # before `out`, which may be the tile itself, is written
         return super().grad_of_logits(self._weighted(logits, out), out).mul_(weights)
 

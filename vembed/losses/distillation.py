@@ -60,10 +60,12 @@ class Relational(ScoredLoss):
         num, device = batch.num_rows, batch.query.device
         numbers = torch.arange(2 * num + batch.negative.numel(), device=device)
         own = batch.own()
+        # Occurrences are numbered: the N queries, the N positives, then the H hard negatives.
         mine = torch.cat(
             (numbers[:num][own], numbers[num : 2 * num][own], numbers[2 * num :][batch.own_hard_negatives()])
         )
         teacher = batch.teacher_vectors(str(followed_teacher(self.config)), "loss: relational")
+        # An occurrence has its own number as key on both sides: equal keys are left out, which is the diagonal.
         same = ExclusionMask(mine[:, None].to(torch.int32), numbers[:, None].to(torch.int32))
         return squared_errors(self, batch, mine, numbers, (same,), 1.0 / max(1, numbers.numel()) ** 2, teacher)
 
@@ -84,6 +86,7 @@ class SpreadOut(ScoredLoss):
         numbers = torch.arange(2 * num, device=batch.query.device)
         loss = batch.embeddings.new_zeros((), dtype=arithmetic_dtype(batch.embeddings))
         for which, index in ((numbers[:num], batch.query), (numbers[num:], batch.positive)):
+            # Without mask_duplicates only i == j is left out; with it equal contents, and rows of one example.
             keys = [which]
             if self.config.mask_duplicates:
                 content = torch.unique(batch.content, return_inverse=True)[1]
@@ -109,6 +112,7 @@ def squared_errors(
 ) -> Tensor:
     """coefficient * the sum of squared differences between student and teacher (or 0) over occurrences rows x columns,
     less what the exclusion_masks leave out."""
+    # The table holds the own rows first, then all columns. There is no own pair: rows stand in for both sides of it.
     occurrence = torch.cat((rows, columns))
     own = slice(0, rows.numel())
     candidates = Candidates(

@@ -67,6 +67,7 @@ class ListedLoss(TemperedLoss):
     def rows(self, batch: LossBatch, similarity: Similarity) -> Entries:
         """A group for each own row: its own pair, then the hard negatives of its example."""
         own, everywhere = batch.own(), numbers_of(slice(0, batch.negative.numel()), batch)
+        # Each row with each hard negative of its example; with mask_duplicates less those that equal a positive of it.
         row, negative = explicit_negatives(batch, own, everywhere, mask_duplicates=self.config.mask_duplicates)
         teaching = self.scored_teaching(batch)
         left = torch.cat((batch.query[own], batch.query[own][row]))
@@ -97,6 +98,7 @@ class ListedDivergence(ListedLoss):
         student = grouped_log_softmax(entries.scores * self.scale_for(batch.embeddings), entries)
         teacher = grouped_log_softmax(entries.targets[None] * self.target_scale(), entries)
         losses = (teacher.exp() * (teacher - student)).sum(1)
+        # Divided by the rows of all ranks, of which this rank adds up its own: the ranks' parts sum to L.
         return similarity.total(losses) / max(1, batch.num_rows)
 
 
@@ -126,11 +128,13 @@ class MarginError(ListedLoss):
     def forward(self, batch: LossBatch) -> Tensor:
         """Return the own rows' part of L."""
         everywhere = slice(0, batch.num_rows), numbers_of(slice(0, batch.negative.numel()), batch)
+        # M counts the pairs of all ranks, although only the own ones are scored: each rank needs the same divisor.
         num_pairs = explicit_negatives(batch, *everywhere, mask_duplicates=self.config.mask_duplicates)[0].numel()
         similarity = self.similarity_for(batch.embeddings)
         entries = self.rows(batch, similarity)
         errors = entries.scores - entries.targets
         own, row = errors[:, : entries.num_groups], entries.group[entries.num_groups :]
+        # Both differences of the formula at once: (s_p - t_p) - (s_n - t_n).
         margins = own[:, row] - errors[:, entries.num_groups :]
         return similarity.total(margins.square().sum(1)) / max(1, num_pairs)
 
@@ -148,6 +152,7 @@ class GradedLoss(ListedLoss):
             numbers_of(slice(0, batch.negative.numel()), batch),
             mask_duplicates=self.config.mask_duplicates,
         )
+        # Every row of an example with several positives has all its negatives: take those of the first row.
         of_first = first[number[every_row]] == every_row
         every_row, negative = every_row[of_first], negative[of_first]
         teaching = self.teaching(batch)
@@ -158,6 +163,7 @@ class GradedLoss(ListedLoss):
         if similarity is None:
             return Entries(group, targets.new_empty(0, group.numel()), targets, first.numel())
         own = batch.own()
+        # A list belongs to one rank, also where its rows lie on two: otherwise it would count twice.
         mine = (first[group] >= own.start) & (first[group] < own.stop)
         return Entries(
             group=group[mine],
@@ -196,10 +202,12 @@ class RankNet(GradedLoss):
     def forward(self, batch: LossBatch) -> Tensor:
         """Return the own examples' part of L."""
         similarity = self.similarity_for(batch.embeddings)
+        # Of all ranks, as the divisor; the scores are not needed for it.
         num_pairs = ordered_pairs(self.lists(batch, None))[0].numel()
         entries = self.lists(batch, similarity)
         above, below = ordered_pairs(entries)
         logits = entries.scores * self.scale_for(batch.embeddings)
+        # Above 50, log(1 + exp(x)) is x to float64's precision; torch's own threshold of 20 is for float32.
         losses = F.softplus(logits[:, below] - logits[:, above], threshold=50.0).sum(1)
         return similarity.total(losses) / max(1, num_pairs)
 
@@ -208,6 +216,7 @@ def grouped_log_softmax(logits: Tensor, entries: Entries) -> Tensor:
     """[K, E] log softmax within each group."""
     shape = len(logits), entries.num_groups
     group = entries.group.expand(len(logits), -1)
+    # Relative to the largest logit of the group, so that no exp overflows. It cancels, so it needs no gradient.
     largest = logits.new_full(shape, -torch.inf).scatter_reduce(1, group, logits.detach(), "amax")
     shifted = logits - largest.gather(1, group)
     sums = logits.new_zeros(shape).scatter_add(1, group, shifted.exp())

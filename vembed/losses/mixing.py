@@ -43,6 +43,7 @@ class Mixtures:
 def draw_mixtures(batch: LossBatch, seed: int, count: int) -> Mixtures:
     """Draw `count` mixtures for each example that has two hard negatives or more."""
     example, size = torch.unique_consecutive(batch.negative_example, return_counts=True)
+    # The hard negatives of an example are adjacent: `start` is the number of its first.
     start = size.cumsum(0) - size
     chosen = size >= 2
     example, size, start = (one[chosen].repeat_interleave(count) for one in (example, size, start))
@@ -50,6 +51,7 @@ def draw_mixtures(batch: LossBatch, seed: int, count: int) -> Mixtures:
     uniform = [uniform_numbers(seed, batch.number, example, slot * 5 + which) for which in range(5)]
     left = torch.minimum((uniform[0] * size).long(), size - 1)
     right = torch.minimum((uniform[1] * (size - 1)).long(), size - 2)
+    # k is drawn from m - 1 numbers and steps over j, so that j != k and every pair is equally likely.
     right = right + (right >= left)
     # The middle one of three uniform numbers has the distribution Beta(2, 2).
     share = torch.stack(uniform[2:]).sort(0).values[1]
@@ -58,9 +60,11 @@ def draw_mixtures(batch: LossBatch, seed: int, count: int) -> Mixtures:
 
 def uniform_numbers(seed: int, batch: int, example: Tensor, slot: Tensor) -> Tensor:
     """[X] float64 in [0, 1), a pure function of its arguments (SplitMix64)."""
+    # One round per argument, so that neighbouring seeds, batches and slots have unrelated numbers.
     state = _scrambled(torch.full_like(example, (seed * 0x9E3779B9 + batch) % 2**62))
     state = _scrambled(state + example * _GOLDEN)
     state = _scrambled(state + slot * _GOLDEN)
+    # The upper 53 bits are what a float64 can hold. int64 has no unsigned shift, so the sign's copies are masked.
     return ((state >> 11) & (2**53 - 1)).to(torch.float64) / 2.0**53
 
 

@@ -99,12 +99,14 @@ class _Distances(torch.autograd.Function):
         d_projection = torch.zeros_like(projection)
         with torch.autocast(embeddings.device.type, enabled=False):
             for some in chunks(index.numel(), OCCURRENCES_AT_ONCE):
+                # Autograd for one chunk: the projected vectors [M, teacher dim] of all occurrences never exist at once.
                 with torch.enable_grad():
                     z = embeddings.detach()[index[some]].to(projection.dtype).requires_grad_()
                     weight = projection.detach().requires_grad_()
                     loss = _distances(z, weight, vectors[wanted[some]], similarity)
                 d_z, d_weight = torch.autograd.grad(loss, (z, weight))
                 total += loss.detach()
+                # An input that occurs several times gets the sum of the gradients of its occurrences.
                 d_embeddings.index_add_(0, index[some], d_z)
                 d_projection += d_weight
         ctx.dtype = embeddings.dtype
@@ -120,10 +122,12 @@ class _Distances(torch.autograd.Function):
 
 def _distances(z: Tensor, projection: Tensor, vectors: Tensor, similarity: Similarity) -> Tensor:
     """The weighted sum over sizes and occurrences of 1 - cos(W z, t)."""
+    # Inputs that the teacher does not know have a vector of zeros.
     known = vectors.square().sum(1) > 0
     projected: Tensor | None = None
     losses = []
     for part in similarity.parts:
+        # The coordinates that this size adds to the one before: W z of every size for the price of the full one.
         more = z[:, part] @ projection[:, part].T
         projected = more if projected is None else projected + more
         squares = projected.square().sum(1)

@@ -43,6 +43,7 @@ class Divergence(RowLoss):
     def add(self, logits: Tensor, scratch: Tensor, target: Tensor | None = None) -> None:
         """See RowLoss."""
         targets = self._targets(logits, target)
+        # The student's sum as in Softmax; then the teacher's sum and the weighted difference, rescaled alike.
         largest = torch.maximum(self.largest, logits.amax(1))
         self.sum = self.sum * torch.exp(self.largest - largest)
         self.sum = self.sum + torch.sub(logits, largest[:, None], out=scratch).exp_().sum(1)

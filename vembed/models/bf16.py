@@ -86,6 +86,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         values, weight = ctx.saved_tensors
         gradient = gradients[0].flatten(0, -2)
+        # Each product is rounded to bfloat16 once. What adds up over micro-batches and ranks is float32.
         of_values, of_weight, of_bias, *_ = ctx.needs_input_grad
         return (
             torch.mm(gradient, weight).view_as(values) if of_values else None,

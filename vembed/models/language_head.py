@@ -113,12 +113,14 @@ class LanguageHead(nn.Module):
         mask = inputs.get("attention_mask")
         is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
         if self.is_causal:
+            # The state at place i predicts token i + 1; the last one, and one before padding, predicts nothing.
             targets = torch.full_like(ids, IGNORED)
             both = is_token[:, 1:] & is_token[:, :-1]
             targets[:, :-1] = torch.where(both, ids[:, 1:], IGNORED)
             return Hidden(dict(inputs), targets)
         may = is_token & ~torch.isin(ids, torch.tensor(self.tokens.special, device=ids.device))
         chosen = may & (torch.rand(ids.shape, device=ids.device) < self.share)
+        # As in BERT: 80% of the chosen tokens become the mask token, 10% another token, 10% stay and are predicted too.
         how = torch.rand(ids.shape, device=ids.device)
         others = torch.randint(self.tokens.count, ids.shape, device=ids.device)
         shown = torch.where(how < KEPT, ids, torch.where(how < KEPT + EXCHANGED, others, int(self.tokens.mask or 0)))
@@ -136,6 +138,7 @@ class LanguageHead(nn.Module):
             asked = torch.zeros_like(asked).index_fill_(1, torch.tensor(0, device=asked.device), True)
         rows = asked.nonzero()[:, 0]
         chosen, wanted = states[asked], targets[asked]
+        # Recomputed in the backward pass, so that the logits of AT_ONCE tokens are held at once and not those of all.
         entropies = [
             checkpoint(self._entropy, some, ids, base, use_reentrant=False)
             if torch.is_grad_enabled()
