@@ -103,7 +103,7 @@ class RowOptions(Frozen):
     on_bad_record: Literal["stop", "skip"] = "stop"
     """A record that cannot be used: stop with the first ten of them, or leave them out and count them."""
     split: str | None = None
-    """Which qrels of a BEIR-style folder. Default: train."""
+    """The qrels of a BEIR-style folder that are read. Default: train."""
 
 
 class DataOptions(RowOptions):

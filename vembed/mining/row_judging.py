@@ -71,7 +71,7 @@ class NegativePairs:
         table = np.array(keys, np.int64).reshape(-1, 2)
         _, first, which = np.unique(table, axis=0, return_index=True, return_inverse=True)
         self._first, self.which = first, which.reshape(-1)
-        """Which distinct pair each negative is."""
+        """Number of the distinct pair that each negative is."""
 
     def __len__(self) -> int:
         return len(self._first)
