@@ -123,8 +123,8 @@ def run_encode(
             vector_writer(target, work.shape, keep, active=session.is_main, dtype=dtype) as writer,
             ProgressReport("encoding", active=session.is_main, console=console) as progress,
         ):
-            chunks = itertools.chain([start] if start else [], chunks)
-            done = _write_all(chunks, work, writer, keep, lambda rows: progress(rows, lines.total))
+            every = itertools.chain([start] if start else [], chunks)
+            done = _write_all(every, work, writer, keep, lambda rows: progress(rows, lines.total))
         seconds = time.monotonic() - began
         ranges_file = of_vectors.save_ranges(target, active=session.is_main)
         result = Encoded(target, done, work.shape[-1], seconds, ranges_file)
