@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.harness import forkserver
+from tests.harness import LIMIT, forkserver
 
 PR_SET_PDEATHSIG = 1
 CODE, SCRIPT = "-c", "script"
@@ -86,7 +86,7 @@ def command(
     module: str = "vembed",
     folder: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout: float = 100,
+    timeout: float = LIMIT,
 ) -> subprocess.CompletedProcess[str]:
     """As `start`, and wait; return how it ended and what it said."""
     with tempfile.TemporaryDirectory(prefix="vembed-command-") as place:

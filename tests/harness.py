@@ -26,6 +26,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
+LIMIT = 300.0
+"""Seconds that ranks may take, for a machine that is slow or busy: it is there for those that hang."""
 GRACE = 1.0
 """Seconds that the other ranks have to report after one has failed."""
 
@@ -46,7 +48,7 @@ class Outcome:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, process_group: bool = True
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = LIMIT, process_group: bool = True
 ) -> list[Any]:
     """Call `fn(*args)` on every rank and return the results by rank; the first rank that fails ends all.
 
@@ -70,7 +72,7 @@ def rank_outcomes(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60,
+    timeout: float = LIMIT,
     process_group: bool = True,
     stop_at_failure: bool = False,
     wait_for: Sequence[int] | None = None,

@@ -49,7 +49,7 @@ def vembed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def on_ranks(*words: str) -> list[Ended]:
     """Run a verb on two ranks in the current folder, as the processes that a launcher has started."""
-    return run_ranks(_on_rank, 2, words, process_group=False, timeout=100)
+    return run_ranks(_on_rank, 2, words, process_group=False)
 
 
 def _on_rank(words: Sequence[str]) -> Ended:

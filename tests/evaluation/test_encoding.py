@@ -157,7 +157,7 @@ def _on_a_rank(folder, numbers):
 @pytest.mark.promise("B15")
 def test_ranks_encode_uneven_shares_in_step_and_in_order(model, featuriser, num_ranks):
     numbers = [7, 0, 1, 3, 20]
-    by_rank = run_ranks(_on_a_rank, num_ranks, shared(tiny_bert_st), numbers, process_group=False, timeout=110)
+    by_rank = run_ranks(_on_a_rank, num_ranks, shared(tiny_bert_st), numbers, process_group=False)
     for place, number in enumerate(numbers):
         expected = encode_items(model, featuriser, items(number), "document")
         for embeddings, _ in (found[place] for found in by_rank):
@@ -173,5 +173,5 @@ def _chunks_on_a_rank(folder):
 
 def test_ranks_and_chunks(model, featuriser):
     expected = encode_items(model, featuriser, items(11), "document")
-    for ((embeddings, _),) in run_ranks(_chunks_on_a_rank, 2, shared(tiny_bert_st), process_group=False, timeout=110):
+    for ((embeddings, _),) in run_ranks(_chunks_on_a_rank, 2, shared(tiny_bert_st), process_group=False):
         np.testing.assert_allclose(embeddings, expected, atol=1e-6)

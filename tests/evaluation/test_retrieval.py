@@ -196,7 +196,7 @@ def test_queries_divided_among_ranks_give_the_same_last_digit():
             retrieval_metrics(queries, documents, data, [1, 10], [4]),
             retrieval_metrics(queries[:1], documents, few, [10]),
         )
-    assert run_ranks(_metrics_on_a_rank, 2, process_group=False, timeout=110) == [expected, expected]
+    assert run_ranks(_metrics_on_a_rank, 2, process_group=False) == [expected, expected]
 
 
 class Stop(Exception):  # noqa: N818

@@ -193,7 +193,7 @@ def test_ranks_together_give_the_numbers_of_one(tmp_path):
     write_pairs(tmp_path / "val.jsonl", 31)
     expected = evaluate(shared(tiny_bert_st), tmp_path / "val.jsonl", dims=[8], batch_tokens=64)
     path = str(tmp_path / "val.jsonl")
-    for scores in run_ranks(_evaluate_on_a_rank, 2, shared(tiny_bert_st), path, process_group=False, timeout=110):
+    for scores in run_ranks(_evaluate_on_a_rank, 2, shared(tiny_bert_st), path, process_group=False):
         assert scores == pytest.approx(expected)
 
 

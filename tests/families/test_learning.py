@@ -32,7 +32,6 @@ def _train(settings: dict[str, Any]) -> None:
     vembed.train(settings)
 
 
-@pytest.mark.timeout(300)
 def test_clip_learns_to_find_pictures_of_words_and_two_processes_take_the_same_steps(tmp_path: Path) -> None:
     words, _ = halves()
     words = words[:20]
@@ -62,7 +61,6 @@ def test_clip_learns_to_find_pictures_of_words_and_two_processes_take_the_same_s
     np.testing.assert_allclose(two["losses"][:6], one["losses"][:6], rtol=1e-4)
 
 
-@pytest.mark.timeout(300)
 def test_vit_learns_which_pictures_show_the_same(tmp_path: Path) -> None:
     words, _ = halves()
     found = trained(
@@ -83,7 +81,6 @@ def test_vit_learns_which_pictures_show_the_same(tmp_path: Path) -> None:
     assert found["after"]["recall@1"] > found["before"]["recall@1"]
 
 
-@pytest.mark.timeout(300)
 def test_vision_language_model_on_mixed_rows_sharded_with_lora(tmp_path: Path) -> None:
     data = mixed_rows(tmp_path, 24)
     settings = {

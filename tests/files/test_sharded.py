@@ -45,9 +45,7 @@ def test_a_sharded_model_is_saved_whole(
 ) -> None:
     source = tiny.shared(make)
     sharded = {"use_fsdp": True, "fsdp_version": version, **options}
-    strategies = run_ranks(
-        save_sharded, 2, str(source), str(tmp_path / "final"), sharded, process_group=False, timeout=90
-    )
+    strategies = run_ranks(save_sharded, 2, str(source), str(tmp_path / "final"), sharded, process_group=False)
     assert strategies == ["fsdp", "fsdp"]
     stored, before = load_file(tmp_path / "final" / "model.safetensors"), load_file(source / "model.safetensors")
     assert stored.keys() == before.keys()

@@ -133,7 +133,7 @@ def occurrences(example: Any) -> list[tuple[Any, str]]:
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_gradients_are_those_of_the_mean_over_all_tokens(strategy: str) -> None:
     ranks = [on_ranks(strategy)] if strategy == "single" else run_ranks(
-        on_ranks, 2, strategy, timeout=100, process_group=False
+        on_ranks, 2, strategy, process_group=False
     )  # fmt: skip
     expected = [wanted(folder) for folder in folders() for _ in CASES]
     for number, one in enumerate(expected):

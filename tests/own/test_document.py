@@ -230,7 +230,6 @@ def test_make_targets_start_two_processes_on_a_cpu(target: str) -> None:
     assert f"checkpoints/{target.split('-')[1]}_fsdp" in words
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.promise("E04", "E05", "E38")
 def test_the_documents_command_trains(tmp_path: Path) -> None:
     """`torchrun ... examples/train_free.py --config configs/free_transformer.yaml --use-fsdp`, both stages."""

@@ -164,7 +164,7 @@ def found(place: Path) -> dict[str, list[Found]]:
     """Results of each group of ranks, one start of processes for each."""
     groups = {"one": (1, "single"), "ddp": (3, "ddp"), "fsdp2": (2, "fsdp")}
     return {
-        name: run_ranks(on_ranks, ranks, place, strategy, timeout=100, process_group=False)
+        name: run_ranks(on_ranks, ranks, place, strategy, process_group=False)
         for name, (ranks, strategy) in groups.items()
     }
 
@@ -209,7 +209,7 @@ def train_all(place: Path) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def trained(place: Path) -> list[dict[str, float]]:
     """The losses that were logged for each model."""
-    return run_ranks(train_all, 2, place, timeout=110, process_group=False)[0]
+    return run_ranks(train_all, 2, place, process_group=False)[0]
 
 
 def test_models_train_in_shards_with_gradient_cache(trained: list[dict[str, float]], place: Path) -> None:

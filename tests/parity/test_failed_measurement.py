@@ -96,7 +96,7 @@ def steps_after(folder: Path) -> list[tuple[tuple[float, float], dict[str, Tenso
 
 @pytest.mark.promise("E01")
 def test_a_failed_trial_left_every_later_gradient_at_none() -> None:
-    for rank in run_ranks(steps_after, 2, Case("budget").folder(), timeout=120, process_group=False):
+    for rank in run_ranks(steps_after, 2, Case("budget").folder(), process_group=False):
         by_failure = dict(zip(FAILURES, rank, strict=True))
         _, *wanted = by_failure["no measurement"]
         assert by_failure["none"][0] == pytest.approx((1000.0, 7.0)), "the line through two sizes"

@@ -215,7 +215,6 @@ def wanted(name: str) -> dict[str, torch.Tensor]:
     return {**full_gradients(model), **loss_gradients(loss), "loss": value.detach()}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("cached", [False, True], ids=["kept-graphs", "cached"])
 @pytest.mark.parametrize(("group", "name"), TABLE)
 def test_gradient_of_every_family_is_that_of_the_formula(group: str, name: str, cached: bool) -> None:

@@ -47,7 +47,7 @@ def step_between_machines() -> tuple[list[dict[str, Any]], int]:
 def test_hybrid_shard_sums_between_machines_after_the_last_micro_batch_alone() -> None:
     """Of CLIP, whose root unit holds parameters of both towers, while a micro-batch uses one."""
     plain = wanted("clip")
-    for results, count in run_ranks(step_between_machines, 4, timeout=120, process_group=False):
+    for results, count in run_ranks(step_between_machines, 4, process_group=False):
         num_units = results[0]["units"][0] + 2  # the layers, the token embeddings and the root
         assert all(result["calls"] > 2 for result in results)
         assert count == 2 * num_units, "each unit once in each of the two steps"

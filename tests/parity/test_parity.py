@@ -73,7 +73,7 @@ def found(group: str) -> dict[str, dict[str, torch.Tensor] | RankFailed]:
     # The folders are made here: training a tokenizer is not the same in every process.
     placed = [(case, case.folder()) for case in cases]
     try:
-        results = run_ranks(gradients_on_ranks, world_size, placed, strategy, more, timeout=110, process_group=False)
+        results = run_ranks(gradients_on_ranks, world_size, placed, strategy, more, process_group=False)
     except RankFailed as error:
         return {case.name: error for case in cases}  # started once, also where it fails
     total = [sum(rank[i]["loss"] for rank in results) for i in range(len(cases))]

@@ -121,7 +121,7 @@ def group_of(group: str) -> tuple[dict[str, Any] | RankFailed, Path]:
     teacher, reranker = shared(tiny_bert, layers=1, hidden=24), shared(tiny_reranker)
     placed = [(replace(case, options=with_teachers(case.options, teacher, reranker)), case.folder()) for case in CASES]
     try:
-        by_rank = run_ranks(on_ranks, world_size, placed, strategy, more, folder, timeout=110, process_group=False)
+        by_rank = run_ranks(on_ranks, world_size, placed, strategy, more, folder, process_group=False)
     except RankFailed as error:
         return error, folder
     found = {}
@@ -184,7 +184,6 @@ def answered(case: Case, batch: LossBatch, folder: Path) -> LossBatch:
     )
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("group", GROUPS)
 def test_gradient_is_that_of_the_formula(group: str, name: str) -> None:

@@ -57,7 +57,7 @@ def prepare(config: TrainConfig, cache: Path, examples: list[Example], fingerpri
 
 
 def run(world_size: int, config: TrainConfig, cache: Path, *more: Any) -> list[dict[str, int]]:
-    return run_ranks(prepare, world_size, config, cache, rows(), *more, timeout=60, process_group=False)
+    return run_ranks(prepare, world_size, config, cache, rows(), *more, process_group=False)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_two_ranks_answer_once_and_a_second_run_reads(tmp_path: Path, config: Tr
     first = run(2, config, tmp_path)
     assert first == [{"bert": 90, "reranker": 60}, {"bert": 0, "reranker": 0}], "one process of a machine writes"
     assert {width: len(store) for width, store in stores(tmp_path).items()} == {32: 90, 1: 60}
-    again = run_ranks(prepare, 1, config, tmp_path, [], "data", timeout=60, process_group=False)
+    again = run_ranks(prepare, 1, config, tmp_path, [], "data", process_group=False)
     assert again == [{"bert": 0, "reranker": 0}]
     assert run(1, config, tmp_path, "more data") == [{"bert": 0, "reranker": 0}]
 

@@ -73,7 +73,7 @@ def test_shards_answer_as_whole_teachers_do(tmp_path: Path) -> None:
     single = [replace(one, negatives=()) for one in rows(40)[39:]]  # one pair: a rank has none
     data = [rows(9), single]
     answer(config_of(judge), tmp_path / "whole", data)
-    run_ranks(answer, 2, config_of(judge, sharded=True), tmp_path / "shards", data, timeout=90, process_group=False)
+    run_ranks(answer, 2, config_of(judge, sharded=True), tmp_path / "shards", data, process_group=False)
     whole, shards = kept(tmp_path / "whole"), kept(tmp_path / "shards")
     assert whole.keys() == shards.keys(), "shards are no part of a teacher's identity"
     assert sorted(map(len, whole.values())) == [19, 19, 29]

@@ -153,7 +153,6 @@ def test_table_without_matryoshka_and_without_a_first_evaluation(tmp_path):
     assert rendered(before_and_after(record)).splitlines()[-1].split() == ["all", "0.625", "0.500", "0.750"]
 
 
-@pytest.mark.timeout(300)
 def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch, pairs):
     monkeypatch.setattr(demo, "standard_library_pairs", lambda: pairs)  # reading them takes seconds
     monkeypatch.setattr(demo, "QUICK", demo.Size(num_train=32, num_val=40, batch_size=16, max_length=48))

@@ -204,9 +204,7 @@ def _encode_on_a_rank(folder, source, target):
 
 def test_two_processes_write_the_same_file(texts, tmp_path):
     target = tmp_path / "out.npy"
-    rows = run_ranks(
-        _encode_on_a_rank, 2, str(shared(tiny_bert_st)), str(texts), str(target), process_group=False, timeout=110
-    )
+    rows = run_ranks(_encode_on_a_rank, 2, str(shared(tiny_bert_st)), str(texts), str(target), process_group=False)
     assert rows == [6, 6]
     np.testing.assert_allclose(np.load(target), expected(), atol=1e-6)
 

@@ -143,7 +143,7 @@ def test_processes_write_what_one_writes(texts, records, tmp_path, strategy, wor
     val = str(pairs(tmp_path / "val.jsonl"))
     ends = run_ranks(
         _on_a_rank, world_size, folder, str(texts), str(records), val, str(tmp_path), strategy,
-        process_group=False, timeout=110,
+        process_group=False,
     )  # fmt: skip
     one = Embedder(folder, device="cpu")
     np.testing.assert_allclose(np.load(tmp_path / "vectors.npy"), one.encode(TEXTS), atol=1e-5)

@@ -294,7 +294,7 @@ def with_blocks(output_dir, resume):
 def test_blocks_of_a_quantised_state_follow_the_number_of_processes(tmp_path):
     assert with_blocks(tmp_path, resume=False) is None
     assert with_blocks(tmp_path, resume=True) == ([2.0] * 4, [4.0] * 4)
-    outcomes = rank_outcomes(with_blocks_on_two, 2, tmp_path, process_group=False, timeout=100)
+    outcomes = rank_outcomes(with_blocks_on_two, 2, tmp_path, process_group=False)
     for outcome in outcomes:
         assert "cannot be divided among 2 process(es)" in (outcome.error or "")
 
@@ -361,7 +361,7 @@ def killed_everywhere(output_dir):
 
 
 def test_kill_9_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
-    found = run_ranks(killed_everywhere, 1, tmp_path, process_group=False, timeout=100)[0]
+    found = run_ranks(killed_everywhere, 1, tmp_path, process_group=False)[0]
     assert len(found) > 15
     assert [killed for killed, *_ in found] == [True] * (len(found) - 1) + [False]
     assert all(are_whole for _, are_whole, *_ in found)
@@ -453,7 +453,7 @@ def test_a_folder_without_permission_is_named_before_anything_is_loaded(mode):
     folder = Path(tempfile.mkdtemp())
     try:
         folder.chmod(mode)
-        said = run_ranks(without_permission, 1, folder, process_group=False, timeout=100)[0]
+        said = run_ranks(without_permission, 1, folder, process_group=False)[0]
     finally:
         folder.chmod(0o700)
         folder.rmdir()

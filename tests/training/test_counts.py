@@ -20,7 +20,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"runs": runs, **more_counts()}
 
 
-@pytest.mark.timeout(240)
 def test_texts_are_not_padded_and_where_a_model_needs_it_far_less_than_by_columns(found: dict[str, Any]) -> None:
     assert {run["padding"] for run in found["runs"]} == {0.0}
     padded, by_column = (1 / (1 - found[key]) for key in ("padding_if_padded", "padding_by_column"))
@@ -28,7 +27,6 @@ def test_texts_are_not_padded_and_where_a_model_needs_it_far_less_than_by_column
     assert by_column > 1.8 * padded
 
 
-@pytest.mark.timeout(240)
 def test_forwards_are_micro_batches_and_twice_as_many_with_gradient_cache(found: dict[str, Any]) -> None:
     whole, kept, cached = found["runs"]
     assert whole["forwards_per_step"] < 2
@@ -36,21 +34,18 @@ def test_forwards_are_micro_batches_and_twice_as_many_with_gradient_cache(found:
     assert cached["forwards_per_step"] == 2 * kept["forwards_per_step"]
 
 
-@pytest.mark.timeout(240)
 def test_the_step_seldom_waits_for_the_device(found: dict[str, Any]) -> None:
     # Loss and gradient norm are read, and what the two say of the update; nothing for each micro-batch.
     for run in found["runs"]:
         assert run["reads_per_step"] <= 3
 
 
-@pytest.mark.timeout(240)
 def test_collectives_do_not_depend_on_micro_batches(found: dict[str, Any]) -> None:
     once = {"all_gather_ints": 1, "all_reduce_gradients": 1, "max_ints": 1, "reduce_scatter_rows": 1, "sum_scalars": 1}
     for run in found["runs"]:
         assert run["collectives_per_step"] == {**once, "all_gather_rows": 2}
 
 
-@pytest.mark.timeout(240)
 def test_the_loss_never_makes_a_square(found: dict[str, Any]) -> None:
     elements = {int(rows): number for rows, number in found["loss_elements"].items()}
     assert elements[8192] < 8192**2 / 4

@@ -165,7 +165,7 @@ def mined_on_a_rank(config):
 def test_two_ranks_mine_what_one_mines(config, tmp_path, strategy):
     documents, losses = mined_on_a_rank({**config, "epochs": 2, "output_dir": str(tmp_path / "one")})
     options = {**config, "epochs": 2, "strategy": strategy, "batch_size": 4}
-    found = run_ranks(mined_on_a_rank, 2, options, process_group=False, timeout=110)
+    found = run_ranks(mined_on_a_rank, 2, options, process_group=False)
     assert found[0][0] == found[1][0] == documents
     assert found[0][1] == pytest.approx(losses, rel=1e-5)
 

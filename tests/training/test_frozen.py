@@ -113,11 +113,11 @@ def test_two_ranks_use_what_the_other_has_computed(tmp_path: Path, cache: Path, 
     home = os.environ["XDG_CACHE_HOME"]
     one = train(options(tmp_path, "one", **more))
     more |= strategy
-    again = run_ranks(train_there, 2, home, options(tmp_path, "again", **more), process_group=False, timeout=100)
+    again = run_ranks(train_there, 2, home, options(tmp_path, "again", **more), process_group=False)
     assert [rank["passed"] for rank in again] == [1, 1]  # a dummy each
     for path in cache.glob("*/*.features"):
         path.unlink()
-    two = run_ranks(train_there, 2, home, options(tmp_path, "two", **more), process_group=False, timeout=100)
+    two = run_ranks(train_there, 2, home, options(tmp_path, "two", **more), process_group=False)
     assert sum(rank["passed"] for rank in two) == NUM_ROWS + 2
     for found in (again, two):
         np.testing.assert_allclose(found[0]["losses"], one["losses"], rtol=1e-4)
@@ -161,7 +161,7 @@ def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path: 
     picture = tmp_path / "images" / f"val-{WORDS[0]}-0.png"
     os.utime(picture, ns=(1, 1))  # one that only one rank lacks
     more["strategy"] = strategy
-    two = run_ranks(train_there, 2, home, with_evaluations(tmp_path, "two", **more), process_group=False, timeout=100)
+    two = run_ranks(train_there, 2, home, with_evaluations(tmp_path, "two", **more), process_group=False)
     train(with_evaluations(tmp_path, "whole", **more | {"strategy": "auto", "cache_frozen_features": False}))
     first_of_each, to_stay_in_step = 2, 1
     assert sum(rank["passed"] for rank in two) == 1 + (NUM_ROWS - 4) + first_of_each + to_stay_in_step

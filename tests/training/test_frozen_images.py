@@ -98,8 +98,8 @@ def test_each_image_passes_once_and_the_run_is_the_same(tmp_path: Path, more: di
 def test_on_two_ranks(tmp_path: Path, strategy: dict[str, Any]) -> None:
     more = {**LORA, "lora_dropout": 0.0, "mixed_precision": "no"}
     one = train(options(tmp_path, "one", **more), keeps=False)
-    two = run_ranks(train, 2, options(tmp_path, "two", **more, **strategy), process_group=False, timeout=100)
-    again = run_ranks(train, 2, options(tmp_path, "again", **more, **strategy), False, process_group=False, timeout=100)
+    two = run_ranks(train, 2, options(tmp_path, "two", **more, **strategy), process_group=False)
+    again = run_ranks(train, 2, options(tmp_path, "again", **more, **strategy), False, process_group=False)
     assert two[0]["losses"] == again[0]["losses"]
     assert all(0 < mine["passed"] == other["passed"] / 2 for mine, other in zip(two, again, strict=True))
     np.testing.assert_allclose(two[0]["losses"], one["losses"], rtol=1e-4)

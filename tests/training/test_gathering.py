@@ -68,7 +68,7 @@ def test_gathered_once_per_step(tmp_path: Path) -> None:
             common = {"use_fsdp": True, "batch_size": 8, "max_steps": STEPS, "micro_batch_tokens": 60}
             common |= {"val_data_path": None, "lora_dropout": 0.0, "eval_before": False}
             runs.append(settings(folder, **common, **more, **once))
-    found, _ = run_ranks(train_all, 2, runs, process_group=False, timeout=110)
+    found, _ = run_ranks(train_all, 2, runs, process_group=False)
     for more, once, often in zip(CASES, found[::2], found[1::2], strict=True):
         assert once["gathers"] < often["gathers"] / 3, more
         if "use_gradient_cache" in more:  # otherwise the search for the budget gathers once more

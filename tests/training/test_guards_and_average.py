@@ -86,7 +86,7 @@ def test_shards_have_the_same_average(config, tmp_path):
     config |= {"optim": "sgd", "learning_rate": 0.1}  # Adam would enlarge the rounding of gradients that are zero
     alone = vembed.train({**config, "ema": 0.5})
     options = {"ema": 0.5, "strategy": "fsdp", "batch_size": 2, "output_dir": str(tmp_path / "two"), "eval_steps": 2}
-    run_ranks(_train_on_a_rank, 2, {**config, **options}, process_group=False, timeout=110)
+    run_ranks(_train_on_a_rank, 2, {**config, **options}, process_group=False)
     one, two = weights_of(alone.model_dir), weights_of(tmp_path / "two" / "final")
     for name in one:
         np.testing.assert_allclose(one[name], two[name], atol=2e-5)

@@ -43,7 +43,6 @@ def logged(folder):
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.promise("E18", "E35")
 def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one(tmp_path):
     options = settings(tmp_path, global_batch_size=12, max_steps=9, eval_steps=3, report_to=["tensorboard"])
@@ -53,10 +52,10 @@ def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one(tmp_pat
     whole = vembed.train({**options, "output_dir": str(tmp_path / "whole")})
     moved = {**options, "output_dir": str(tmp_path / "moved"), "resume": "auto"}
     full = {**moved, "use_fsdp": True, "fsdp_state_dict_type": "FULL_STATE_DICT"}
-    assert run_ranks(part_of_a_run, 2, full, 2, process_group=False, timeout=100) == [143, 143]
-    assert run_ranks(part_of_a_run, 3, {**moved, "strategy": "ddp"}, 3, process_group=False, timeout=100) == [143] * 3
+    assert run_ranks(part_of_a_run, 2, full, 2, process_group=False) == [143, 143]
+    assert run_ranks(part_of_a_run, 3, {**moved, "strategy": "ddp"}, 3, process_group=False) == [143] * 3
     fsdp1 = {**moved, "use_fsdp": True, "fsdp_version": 1, "async_save": True}
-    assert run_ranks(part_of_a_run, 2, fsdp1, 2, process_group=False, timeout=100) == [143, 143]
+    assert run_ranks(part_of_a_run, 2, fsdp1, 2, process_group=False) == [143, 143]
     result = vembed.train(moved)
     assert [path.name for path in sorted((tmp_path / "moved").glob("checkpoint-*"))] == [
         "checkpoint-2",

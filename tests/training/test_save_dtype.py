@@ -82,7 +82,7 @@ def trained_there(options: dict[str, Any]) -> None:
 def test_sharded_with_whole_models_in_checkpoints(tmp_path: Path) -> None:
     options = settings(tmp_path, model_name=half(tmp_path), max_steps=2, save_steps=1, use_fsdp=True, eval_before=False)
     options |= {"fsdp_state_dict_type": "FULL_STATE_DICT", "mixed_precision": "no"}
-    run_ranks(trained_there, 2, options, process_group=False, timeout=100)
+    run_ranks(trained_there, 2, options, process_group=False)
     assert stored(tmp_path / "run" / "final") == stored(tmp_path / "run" / "checkpoint-1" / "model") == {torch.bfloat16}
 
 

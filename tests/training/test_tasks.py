@@ -82,8 +82,8 @@ def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path: Path) -
     scored = next(step for step in one if "loss/scored" in step)
     assert scored["loss"] == pytest.approx(scored["loss/scored/kl"] + 0.1 * scored["loss/scored/infonce"], rel=1e-6)
     sharded = options(tmp_path, output_dir=str(tmp_path / "two"), strategy="fsdp", use_fsdp=True, save_steps=3)
-    run_ranks(train, 2, {**sharded, "max_steps": 3}, timeout=90, process_group=False)
-    two = run_ranks(train, 2, {**sharded, "resume": True}, timeout=90, process_group=False)[0]
+    run_ranks(train, 2, {**sharded, "max_steps": 3}, process_group=False)
+    two = run_ranks(train, 2, {**sharded, "resume": True}, process_group=False)[0]
     assert [step["step"] for step in two] == list(range(1, 11))
     losses = [[step["loss"] for step in steps] for steps in (one, two)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)

@@ -133,9 +133,7 @@ def _edit_on_a_rank(model, files, output, version):
 @pytest.mark.promise("B18")
 def test_shards_are_edited_to_the_same_bits(model, files, tmp_path, version):
     alone = run_ranks(_edit_on_a_rank, 1, str(model), files, str(tmp_path / "one"), None, process_group=False)
-    ends = run_ranks(
-        _edit_on_a_rank, 2, str(model), files, str(tmp_path / "two"), version, process_group=False, timeout=110
-    )
+    ends = run_ranks(_edit_on_a_rank, 2, str(model), files, str(tmp_path / "two"), version, process_group=False)
     assert [strategy for strategy, _ in (*alone, *ends)] == ["single", "fsdp", "fsdp"]
     for path in sorted((tmp_path / "one").rglob("*.safetensors")):
         other = load_file(tmp_path / "two" / path.relative_to(tmp_path / "one"))
