@@ -483,17 +483,9 @@ class OutputOptions(Frozen, title="evaluation, logging, saving"):
 # The title of a section's class is its heading in docs/options.md; the docstring under each field is the field's text.
 # Sections stand from the last to the first, because pydantic orders fields from the last base class to the first.
 class TrainConfig(
-    OutputOptions,
-    DistributedOptions,
-    OptimizerOptions,
-    StepOptions,
-    LossOptions,
-    DataOptions,
-    AdapterOptions,
-    HeadOptions,
-    ModelOptions,
-    title="TrainConfig",
-):
+    OutputOptions, DistributedOptions, OptimizerOptions, StepOptions, LossOptions, DataOptions, AdapterOptions,
+    HeadOptions, ModelOptions, title="TrainConfig",
+):  # fmt: skip
     """Options of a training run, in one flat file. `docs/options.md` is generated from them."""
 
     def to_dict(self) -> dict[str, Any]:
