@@ -48,6 +48,40 @@ def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(vembed: Comm
     assert "10% of the queries of faq.csv" in Path("output/report.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(("encoding", "name"), [("cp1252", "Windows-1252"), ("utf-16", "UTF-16")])
+def test_a_csv_as_excel_saves_it_is_copied_to_utf8(vembed: Command, faq: str, encoding: str, name: str) -> None:
+    text = Path(faq).read_text(encoding="utf-8-sig")
+    Path("export.csv").write_text(text, encoding=encoding)
+    done = vembed("init", "--data", "export.csv", "--model", str(shared(tiny_bert)))
+    assert (
+        done.code == 0
+        and f"note: export.csv is not UTF-8; export.utf8.csv is a copy that is, read as {name}" in done.err
+    )
+    assert Path("export.utf8.csv").read_text(encoding="utf-8") == text
+    config = load_config("vembed.yaml")
+    assert config.data_path == "export.utf8.csv"
+    assert config.column_mapping == {"Kundenfrage (orig)": "query", "L\u00f6sung/Text": "positive"}
+    assert (
+        f"GUESSED, please check its letters: export.utf8.csv is a copy of export.csv in UTF-8, read as {name}"
+        in Path("vembed.yaml").read_text(encoding="utf-8")
+    )
+
+
+def test_a_csv_in_another_encoding_is_refused(vembed: Command, faq: str) -> None:
+    damaged = Path(faq).read_bytes().replace(b"Best\xc3\xa4tigen", b"Best\xe4tigen", 1)
+    line = damaged[: damaged.index(b"Best\xe4tigen")].count(b"\n") + 1
+    Path(faq).write_bytes(damaged)
+    done = vembed("init", "--data", faq)
+    assert done.code == 2 and f"faq.csv, line {line}: not UTF-8 text; save the file as UTF-8" in done.err
+    Path(faq).write_bytes(b"query,positive\n\x81\x8d,b\n")
+    assert "faq.csv, line 2: not UTF-8 text" in vembed("init", "--data", faq).err
+    Path("own.csv").write_text("query;positive\n\u00e4;b\n", encoding="cp1252")
+    Path("own.utf8.csv").write_text("another")
+    done = vembed("init", "--data", "own.csv")
+    assert done.code == 2 and "own.utf8.csv, which is another file already" in done.err
+    assert not Path("vembed.yaml").exists()
+
+
 def test_columns_can_be_named(vembed: Command, faq: str) -> None:
     assert vembed("init", "--data", faq, "--query", "L\u00f6sung/Text", "--positive", "Kundenfrage (orig)").code == 0
     assert load_config("vembed.yaml").column_mapping == {"L\u00f6sung/Text": "query", "Kundenfrage (orig)": "positive"}

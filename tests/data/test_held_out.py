@@ -12,7 +12,7 @@ from tests.data.pictures import write
 from tests.tiny import WORDS
 from vembed.data.held_out import hold_out, query_groups
 from vembed.data.normal_form import normal_text
-from vembed.data.overlap import find_overlap, warnings_of
+from vembed.data.overlap import Overlap, find_overlap, warnings_of
 from vembed.data.sources import ExampleStore, open_examples
 from vembed.errors import UserError
 
@@ -88,3 +88,4 @@ def test_overlap_counts_queries_positives_and_pairs(tmp_path: Path) -> None:
     assert sentences[0].startswith("2 of the 4 queries of the validation data (50%) are in the training data too")
     assert "'how do i sort' -> 'use SORTED'" in sentences[2] and "copy.png" in sentences[2]
     assert warnings_of(find_overlap(train, pairs[1:3])) == [], "a corpus may serve both"
+    assert "1 of the 994 queries of the validation data (0.1%) are" in Overlap("queries", 994, {1: "'a'"}).sentence()

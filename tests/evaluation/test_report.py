@@ -8,9 +8,10 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
+from vembed.config.places import short_name
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.report.record import metric_name, read_run, short_name
+from vembed.report.record import metric_name, read_run
 from vembed.report.report import curves, write_report
 from vembed.report.summary import RunSummary, collect_versions, read_summary
 

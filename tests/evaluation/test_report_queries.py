@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +16,15 @@ from PIL import Image
 import vembed
 from tests.data.pictures import encoded
 from tests.training.test_run import settings
+from vembed.config.places import short_name
 from vembed.data.examples import ImageRef, Item
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
 from vembed.report.page import queries_html
 from vembed.report.query_changes import NO_DIFFERENCE, Changed, compare_queries, paired_intervals, path_of, read_queries
 from vembed.report.record import read_run
-from vembed.report.report import changed_table, curves
+from vembed.report.report import changed_table, curves, write_report
+from vembed.saving.card import calls_of
 from vembed.training.hooks import Evaluation
 from vembed.training.query_record import QueryRecord
 
@@ -58,6 +62,25 @@ def test_the_report_shows_queries_intervals_and_meanings(run: Path) -> None:
     assert (NO_DIFFERENCE in text.split("95 % interval")[0]) == (not interval.is_clear)
     shown = (found.better or found.worse)[0]
     assert shown.query["text"] in text and shown.found_after[0][0]["text"] in text
+
+
+def test_the_model_and_its_calls_are_told_as_in_the_card(run: Path) -> None:
+    page, text = (run / "report.html").read_text(), (run / "report.md").read_text()
+    card = (run / "final" / "README.md").read_text()
+    calls = calls_of(card, f"{run.name}/final")
+    assert len(calls) == 2 and "encode_query" in calls[0] and "vembed.Embedder" in calls[1]
+    assert all(escape(one) in page for one in calls)
+    name = short_name(read_run(run).config["model_name"])
+    assert f"Tuned by vembed from `{name}`" in card and f"| model_name | {name} |" in card
+    assert f"Model: {name}; Embedding size: 32; Inputs: text; " in text and f"model_name: {name}\n" in text
+    for inner in ("text_encoder", "BertLayer", "modules.json"):
+        assert inner not in text and inner not in page and inner not in card
+
+
+def test_a_run_without_a_model_has_no_calls(run: Path, tmp_path: Path) -> None:
+    for name in ("config.yaml", "metrics.jsonl"):
+        shutil.copy(run / name, tmp_path / name)
+    assert "Use the model" not in write_report(tmp_path).read_text()
 
 
 def test_curves_have_every_step_where_lines_are_rarer(run: Path) -> None:

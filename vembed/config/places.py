@@ -68,3 +68,15 @@ def _exists(path: str) -> bool:
         return Path(path).expanduser().exists()
     except (OSError, ValueError, RuntimeError):  # no name that a file can have
         return False
+
+
+def short_name(name: str) -> str:
+    """Return the part of a path or Hub name that identifies the model, also if the last folder is called `model`."""
+    parts = [part for part in re.split(r"[/\\]", name) if part]
+    general = {"model", "final", "merged", "snapshots"}
+    part = next((part for part in reversed(parts) if part not in general and not _is_hash(part)), name)
+    return part.rpartition("--")[2] if part.startswith("models--") else part  # a folder of the Hub's cache
+
+
+def _is_hash(part: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{32,64}", part) is not None

@@ -35,7 +35,7 @@ class Overlap:
         count = len(self.found)
         return (
             f"{count:,d} of the {self.num_validation:,d} {self.what} of the validation data "
-            f"({count / max(self.num_validation, 1):.0%}) are in the training data too, for example: {examples}"
+            f"({_percent(count / max(self.num_validation, 1))}) are in the training data too, for example: {examples}"
         )
 
 
@@ -87,6 +87,10 @@ def warnings_of(overlaps: Sequence[Overlap]) -> list[str]:
     )  # fmt: skip
     sentences = [one.sentence() for one in overlaps]
     return [*sentences[:-1], f"{sentences[-1]}; {means} (val_split holds out whole queries instead)"]
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"
 
 
 def shown(item: Item) -> str:

@@ -57,7 +57,8 @@ class Page:
     changed: str
     settings: Table
     versions: Table
-    model_dir: str
+    calls: Sequence[str]
+    """Calls that use the model, one text for each library; none without a model."""
 
 
 STYLE = """
@@ -116,6 +117,7 @@ dt { padding-right: 1.6rem; color: var(--ink-soft); }
 dd div { padding-left: 1em; text-indent: -1em; }
 pre { margin: 0; padding: .9rem 1.1rem; overflow-x: auto; border: 1px solid var(--line); border-radius: .5rem;
   background: var(--card); font: .84rem/1.6 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
+pre + pre { margin-top: .8rem; }
 details { margin-top: 1rem; }
 summary { cursor: pointer; color: var(--accent); font-size: .92rem; }
 details table { margin-top: .6rem; font-size: .9rem; }
@@ -152,7 +154,7 @@ def render(page: Page) -> str:
         _section("Queries that got worse", queries_html(page.worse)) if page.worse else "",
         _section("Over time", _figures(page.figures)) if page.figures else "",
         _section("The run", _facts(page.facts)),
-        _section("Use the model", _use(page.model_dir)),
+        _section("Use the model", _use(page.calls)) if page.calls else "",
         _section("Settings", _settings(page)),
     ]
     return (
@@ -238,13 +240,8 @@ def _facts(facts: Sequence[tuple[str, str]]) -> str:
     return f"<dl>{''.join(rows)}</dl>"
 
 
-def _use(model_dir: str) -> str:
-    code = (
-        "from sentence_transformers import SentenceTransformer\n\n"
-        f'model = SentenceTransformer("{model_dir}")\n'
-        'vectors = model.encode(["a text"])'
-    )
-    return f"<pre>{escape(code)}</pre>"
+def _use(calls: Sequence[str]) -> str:
+    return "\n".join(f"<pre>{escape(one)}</pre>" for one in calls)
 
 
 def _settings(page: Page) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from vembed.config.places import short_name
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.report.summary import RunSummary, read_summary
@@ -137,18 +138,6 @@ def scores_line(
     while columns is not None and len(cells) > 1 and len(f"evaluation {when}: {', '.join(cells)}") > columns:
         del cells[-1]
     return f"evaluation {when}: {', '.join(cells)}"
-
-
-def short_name(name: str) -> str:
-    """Return the part of a path or Hub name that identifies the model, also if the last folder is called `model`."""
-    parts = [part for part in re.split(r"[/\\]", name) if part]
-    general = {"model", "final", "merged", "snapshots"}
-    part = next((part for part in reversed(parts) if part not in general and not _is_hash(part)), name)
-    return part.rpartition("--")[2] if part.startswith("models--") else part  # a folder of the Hub's cache
-
-
-def _is_hash(part: str) -> bool:
-    return re.fullmatch(r"[0-9a-f]{32,64}", part) is not None
 
 
 def _read_yaml(text: str) -> Any:

@@ -9,13 +9,15 @@ from typing import Any
 
 import yaml
 
+from vembed.config.places import short_name
 from vembed.progress import duration
 from vembed.report.page import Figure, Page, render
 from vembed.report.plots import Curve, curve_svg, dims_svg, evaluations_svg, stored_svg
 from vembed.report.query_changes import NO_DIFFERENCE, Changed, Comparison, Interval, compare_queries
-from vembed.report.record import TABLE, RunRecord, Table, metric_name, read_run, short_name
+from vembed.report.record import TABLE, RunRecord, Table, metric_name, read_run
 from vembed.report.stored_forms import points, rows_of
 from vembed.report.thumbnails import thumbnail
+from vembed.saving.card import calls_of
 from vembed.saving.durability import replace_text
 
 MEANINGS = {
@@ -148,7 +150,7 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
     last = record.steps[-1] if record.steps else {}
     final = record.final
     pairs = [
-        ("Model", short_paths(summary.model or str(config.get("model_name", "")))),
+        ("Model", "\n".join(summary.properties) or _local_name(str(config.get("model_name", "")))),
         ("Trained", trained),
         (
             "Training data",
@@ -258,10 +260,10 @@ def html(record: RunRecord, found: Comparison | None) -> str:
             scores_svg=_evaluations_svg(record),
             figures=figures,
             facts=facts(record),
-            changed=short_paths(yaml.safe_dump(record.changed_settings(), sort_keys=False, allow_unicode=True)),
+            changed=changed_yaml(record),
             settings=Table(("option", "value"), tuple((k, short_paths(plain(v))) for k, v in record.config.items())),
             versions=Table(("package", "version"), tuple(record.summary.versions.items())),
-            model_dir=f"{record.folder.resolve().name}/final",
+            calls=calls(record),
         )
     )
 
@@ -291,11 +293,28 @@ def markdown(record: RunRecord, found: Comparison | None) -> str:
     if stored is not None:
         parts += ["## Stored vectors", _markdown_table(stored)]
     parts += ["## Run", "\n".join(f"- {name}: {value.replace(chr(10), '; ')}" for name, value in facts(record))]
-    settings = yaml.safe_dump(record.changed_settings(), sort_keys=False, allow_unicode=True)
-    parts += ["## Settings", f"What differs from the defaults:\n\n```yaml\n{short_paths(settings)}```"]
+    parts += ["## Settings", f"What differs from the defaults:\n\n```yaml\n{changed_yaml(record)}```"]
     if record.summary.versions:
         parts += ["## Versions", ", ".join(f"{name} {version}" for name, version in record.summary.versions.items())]
     return "\n\n".join(parts) + "\n"
+
+
+def calls(record: RunRecord) -> list[str]:
+    """Return the calls that use the model, as its card has them; none before the run has a model."""
+    card = record.folder / "final" / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    return calls_of(text, f"{record.folder.resolve().name}/final")
+
+
+def changed_yaml(record: RunRecord) -> str:
+    """Return what differs from the defaults as YAML, without folders of the machine."""
+    settings = record.changed_settings() | {"model_name": _local_name(str(record.config.get("model_name", "")))}
+    return short_paths(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+
+
+def _local_name(model: str) -> str:
+    """Return a model's name; of an absolute path the part that identifies the model."""
+    return short_name(model) if model.startswith(("/", "~")) else model
 
 
 def _fallback(record: RunRecord) -> str:

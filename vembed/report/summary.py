@@ -25,6 +25,8 @@ class RunSummary:
 
     model: str = ""
     """The model and the reasons for its settings, as logged (`ModelDescription.summary()`)."""
+    properties: list[str] = field(default_factory=list)
+    """The model's name and what its users need to know of it, one line each."""
     data: list[str] = field(default_factory=list)
     """The training data, one line per source, with counts and skipped records."""
     evaluation: str = ""

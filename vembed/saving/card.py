@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from vembed.config.places import short_name
 from vembed.families.description import ModelDescription
 from vembed.own.folder import own_class
 
@@ -31,8 +32,11 @@ _NOT_SHOWN = {
     "image_root",
 }
 """Options that do not describe the model."""
+_MODELS = {"model_name", "image_model_name"}
 _LOCAL_PATH = re.compile(r"(?<![\w.:/~])[/~][^\s:,;)]*/")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
+PLACE = "path/to/this/folder"
+"""Stands for the model's folder in the calls."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,12 @@ def render_card(description: ModelDescription, card: Card, *, adapter_alone: boo
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
+def calls_of(card: str, place: str) -> list[str]:
+    """Return the calls in a card's section on usage, one text for each library, with `place` as the model's folder."""
+    section = card.partition("\n## Usage\n")[2].partition("\n## ")[0]
+    return [block.replace(PLACE, place) for block in re.findall(r"```python\n(.*?)\n```", section, re.DOTALL)]
+
+
 def _front_matter(folder: Path) -> dict[str, Any]:
     """Return the metadata of the base model's card: a tuned model has its licence. Empty without a readable card."""
     path = folder / "README.md"
@@ -120,7 +130,23 @@ def base_model_name(description: ModelDescription) -> str | None:
 
 
 def _what(description: ModelDescription, name: str | None) -> str:
-    origin = f"[{name}](https://huggingface.co/{name})" if name else f"a model of the family {description.family}"
+    local = f"`{_local_model(description)}`, a folder on the machine of the run"
+    origin = f"[{name}](https://huggingface.co/{name})" if name else local
+    return f"# Embedding model\n\nTuned by vembed from {origin}.\n\n" + _table(("", ""), _properties(description))
+
+
+def _local_model(description: ModelDescription) -> str:
+    """Return the part of a folder's path that identifies the model: the rest must not be published."""
+    return short_name(_without_secrets(description.name or description.source))
+
+
+def properties_of(description: ModelDescription) -> list[str]:
+    """Return a model's name and the properties that its users need, one line each, as the card has them."""
+    name = base_model_name(description) or _local_model(description)
+    return [name, *(f"{key}: {value}" for key, value in _properties(description))]
+
+
+def _properties(description: ModelDescription) -> list[tuple[str, str]]:
     rows = [
         ("Embedding size", f"{description.embedding_dim:,d}"),
         ("Inputs", _inputs(description)),
@@ -135,7 +161,7 @@ def _what(description: ModelDescription, name: str | None) -> str:
         rows.append(("Query prompt", _code(description.query_prompt)))
     if description.document_prompt:
         rows.append(("Document prompt", _code(description.document_prompt)))
-    return f"# Embedding model\n\nTuned by vembed from {origin}.\n\n" + _table(("", ""), rows)
+    return rows
 
 
 def _adapter(description: ModelDescription) -> str:
@@ -179,7 +205,7 @@ def _usage(description: ModelDescription, loads_in_sentence_transformers: bool) 
             "```python",
             "from sentence_transformers import SentenceTransformer",
             "",
-            f'model = SentenceTransformer("path/to/this/folder"{trust})',
+            f'model = SentenceTransformer("{PLACE}"{trust})',
             f"queries = model.encode_query({queries})",
             f"documents = model.encode_document({documents})",
             "print(model.similarity(queries, documents))",
@@ -200,7 +226,7 @@ def _usage(description: ModelDescription, loads_in_sentence_transformers: bool) 
         "```python",
         "import vembed",
         "",
-        f'model = vembed.Embedder("path/to/this/folder"{trust})',
+        f'model = vembed.Embedder("{PLACE}"{trust})',
         f'queries = model.encode({queries}, kind="query")',
         f'documents = model.encode({documents}, kind="document")',
         "```",
@@ -228,7 +254,7 @@ def _training(card: Card) -> str:
         lines += ["## Training data", "", *(f"- {_without_secrets(_without_folders(line))}" for line in card.data), ""]
     if card.settings or card.num_steps is not None:
         shown = {
-            key: _without_secrets(_shown(value))
+            key: _without_secrets(_shown(value) if key not in _MODELS else _model(value))
             for key, value in card.settings.items()
             if key not in _NOT_SHOWN and (key in _NOT_SECRET or not _SECRET_NAME.search(key))
         }
@@ -248,6 +274,11 @@ def _shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_shown, value))
     return str(value)
+
+
+def _model(name: Any) -> str:
+    """Return the name of a model: of a local folder the part that identifies it."""
+    return short_name(name) if isinstance(name, str) and _LOCAL_PATH.match(name) else _shown(name)
 
 
 def _without_folders(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from vembed.start.ask import confirm, is_terminal
 from vembed.start.guess import guess
 from vembed.start.language import is_english
 from vembed.start.sample import FileSample, read_sample
+from vembed.start.utf8_copy import utf8_copy
 from vembed.tools.demo import demo_model
 
 DEMO = "demo"
@@ -63,7 +65,9 @@ def run_init(
         near = nearest(family, FAMILIES)
         hint = f", did you mean {near!r}?" if near else f": give one of {join_words(list(FAMILIES))}"
         raise UserError(f"--family {family!r} is not known{hint}")
-    text = starter(kind, data, model=model, val_data=val_data, mapping=mapping)
+    data, about = _in_utf8(data, force)
+    val_data, about_val = (None, "") if val_data is None else _in_utf8(val_data, force)
+    text = starter(kind, data, model=model, val_data=val_data, mapping=mapping) + about + about_val
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -71,6 +75,18 @@ def run_init(
         raise UserError(f"{output} cannot be written: {error.strerror}") from None
     load_config(path)
     return path
+
+
+def _in_utf8(data: str, force: bool) -> tuple[str, str]:
+    """Return the file to train on, of one that is not UTF-8 a copy that is, and a comment on it for the config."""
+    made = utf8_copy(Path(data), force=force)
+    if made is None:
+        return data, ""
+    copy, encoding = made
+    sys.stderr.write(f"note: {data} is not UTF-8; {copy} is a copy that is, read as {encoding}: check its letters\n")
+    return str(
+        copy
+    ), f"\n# GUESSED, please check its letters: {copy} is a copy of {data} in UTF-8, read as {encoding}\n"
 
 
 def starter(

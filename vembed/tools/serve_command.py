@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from vembed.report.record import short_name
+from vembed.config.places import short_name
 from vembed.serve.encoder import open_encoder
 from vembed.serve.server import EmbeddingServer, serve
 

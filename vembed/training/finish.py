@@ -26,7 +26,7 @@ from vembed.models.precision import saved_dtype
 from vembed.models.quantized import is_quantized
 from vembed.report.report import write_report
 from vembed.report.summary import RunSummary, collect_versions
-from vembed.saving.card import Card
+from vembed.saving.card import Card, properties_of
 from vembed.saving.durability import way_out
 from vembed.saving.files import save_model
 from vembed.training.integrity import list_checkpoints
@@ -114,6 +114,7 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
         )
     summary = RunSummary(
         model=embedder.description.summary(),
+        properties=properties_of(embedder.description),
         data=list(data.examples.summary()),
         evaluation=evaluation.summary() if evaluation else "",
         metric=deciding_metric(config, evaluation, state.scores) if evaluation and state.scores else "",
