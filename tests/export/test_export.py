@@ -15,10 +15,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import vembed
-from tests.tiny import shared, texts, tiny_bert_st
+from tests.tiny import shared, texts, tiny_bert_st, tiny_qwen3_vl, tiny_siglip, tiny_siglip2
 from vembed.cli import app
 from vembed.errors import UserError
-from vembed.export import onnx_format
+from vembed.export import onnx_format, onnx_images
 from vembed.export.check import distances
 from vembed.export.onnx_format import OnnxFormat
 from vembed.export.safetensors_format import SafetensorsFormat
@@ -138,6 +138,55 @@ def test_a_broken_export_is_refused(
     assert done.exit_code == 2
     assert done.stderr.startswith(f"error: the {form} export of") and said in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+@pytest.fixture(scope="module")
+def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with texts of fixed length and images, in ONNX."""
+    folder = tmp_path_factory.mktemp("siglip") / "onnx"
+    done = run("export", shared(tiny_siglip), folder, "--format", "onnx")
+    assert done.exit_code == 0, done.output
+    assert "check: 200 texts through" in done.output and "check: 40 images through" in done.output
+    return folder
+
+
+def as_traced(siglip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an export take the graphs that are there."""
+    for module, name in ((onnx_format, "model.onnx"), (onnx_images, "image_model.onnx")):
+        monkeypatch.setattr(module, "_trace", lambda _, target, name=name: shutil.copyfile(siglip / name, target))
+
+
+def test_images_have_a_graph_of_their_own(siglip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = vembed.Embedder(shared(tiny_siglip), device="cpu"), onnx_images.made_images(11)
+    found = onnx_images.OnnxImages(siglip).encode(images)
+    np.testing.assert_allclose(found, model.encode(images), atol=1e-5)
+    (shape,) = (one.shape for one in onnx_format.OnnxReader(siglip).session.get_inputs() if one.name == "input_ids")
+    assert shape[1] == 16, "texts of fixed length"
+    assert "40 images through the model and through onnxruntime" in (siglip / "README.md").read_text()
+    as_traced(siglip, monkeypatch)
+    words = ("--format", "onnx", "--precision", "int8", "--tolerance", "0.2")
+    done = run("export", shared(tiny_siglip), tmp_path / "small", *words)
+    assert done.exit_code == 0, done.output
+    check = json.loads((tmp_path / "small" / "export.json").read_text())["check"]
+    assert 1e-9 < check["images"]["largest_distance"] < 0.2, "it is not the float32 graph"
+
+
+def test_a_broken_export_of_images_is_refused(siglip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_other_pixels(folder: Path) -> None:
+        path = folder / "preprocessor_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [0.1, 0.9, 0.5]}))
+
+    as_traced(siglip, monkeypatch)
+    monkeypatch.setattr(OnnxFormat, "write", broken(OnnxFormat.write, with_other_pixels))
+    done = run("export", shared(tiny_siglip), tmp_path / "out", "--format", "onnx")
+    assert done.exit_code == 2 and "differs from the model in its images (image processor" in done.stderr, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("make", "why"), [(tiny_siglip2, "in any shape"), (tiny_qwen3_vl, "reads them together")])
+def test_images_that_have_no_graph(make: Callable[..., Path], why: str, tmp_path: Path) -> None:
+    done = run("export", shared(make), tmp_path / "out", "--format", "onnx")
+    assert done.exit_code == 2 and why in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_a_runtime_that_is_not_there_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

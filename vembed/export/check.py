@@ -35,8 +35,32 @@ Encode = Callable[[list[str], Kind], np.ndarray]
 
 
 @dataclass(frozen=True)
+class ImageCheck:
+    """Result of a comparison of images."""
+
+    runtime: str
+    num_images: int
+    largest_distance: float
+    """Largest cosine distance between the two embeddings of an image."""
+    largest_length_error: float
+    tolerance: float
+
+    @property
+    def passes(self) -> bool:
+        """True if the export may be used in the model's place."""
+        return self.largest_distance <= self.tolerance and self.largest_length_error <= 10 * self.tolerance
+
+    def line(self) -> str:
+        """Return what is printed and written into the card."""
+        return (
+            f"{self.num_images:,d} images through the model and through {self.runtime}: largest cosine distance "
+            f"{self.largest_distance:.2g} (tolerance {self.tolerance:.2g})"
+        )
+
+
+@dataclass(frozen=True)
 class Check:
-    """Result of a comparison."""
+    """Result of a comparison. A model of images alone has no texts in it."""
 
     runtime: str
     num_texts: int
@@ -53,10 +77,11 @@ class Check:
     rank_correlation: float | None = None
     """Of a student: Spearman's correlation of the similarities of all pairs. It has vectors of its own, so that
     distances to the model's say nothing."""
+    images: ImageCheck | None = None
 
     @property
     def passes(self) -> bool:
-        """True if the export may be used in the model's place."""
+        """True if the texts of the export may be used in the model's place."""
         if self.rank_correlation is not None:
             return 1 - self.rank_correlation <= self.tolerance
         return self.largest_distance <= self.tolerance and self.largest_length_error <= 10 * self.tolerance
@@ -74,13 +99,18 @@ class Check:
                 f"{1 - self.tolerance:.2g})"
             ]
         else:
-            found = [f"{both}: largest cosine distance {self.largest_distance:.2g} (tolerance {self.tolerance:.2g})"]
+            one = f"{both}: largest cosine distance {self.largest_distance:.2g} (tolerance {self.tolerance:.2g})"
+            found = [one] if self.num_texts else []
         if self.ndcg_model is not None and self.ndcg_export is not None:
             found.append(
                 f"nDCG@10 of the model {self.ndcg_model:.4f}, of the export {self.ndcg_export:.4f} "
                 f"(difference {self.ndcg_export - self.ndcg_model:+.4f}; {self.evaluation})"
             )
-        return found
+        return found if self.images is None else [*found, self.images.line()]
+
+
+NO_TEXTS = Check("", 0, 0.0, 0.0, "", "document", 0.0)
+"""Result of a model that embeds images only, to which the comparison of images is added."""
 
 
 def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
@@ -152,6 +182,12 @@ def distances(one_ND: np.ndarray, other_ND: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(found), np.maximum(found, 0.0), np.inf)
 
 
+def length_error(one_ND: np.ndarray, other_ND: np.ndarray) -> float:
+    """Return the largest difference between the lengths of two rows, relative to the first."""
+    own, long = np.linalg.norm(one_ND, axis=1), np.linalg.norm(other_ND, axis=1)
+    return float(np.max(np.abs(long - own) / np.maximum(own, 1e-12)))
+
+
 def similarity_correlation(one_ND: np.ndarray, other_ND: np.ndarray) -> float:
     """Return Spearman's correlation of the cosine similarities of all pairs of rows."""
     above = np.triu_indices(len(one_ND), 1)
@@ -165,9 +201,7 @@ def similarity_correlation(one_ND: np.ndarray, other_ND: np.ndarray) -> float:
 def compare(reader_name: str, model_ND: np.ndarray, export_ND: np.ndarray, texts: Texts, tolerance: float) -> Check:
     """Return the comparison of two sets of embeddings of the same texts."""
     if model_ND.shape == export_ND.shape:
-        apart = distances(model_ND, export_ND)
-        long, own = np.linalg.norm(export_ND, axis=1), np.linalg.norm(model_ND, axis=1)
-        lengths = float(np.max(np.abs(long - own) / np.maximum(own, 1e-12)))
+        apart, lengths = distances(model_ND, export_ND), length_error(model_ND, export_ND)
     else:
         apart, lengths = np.full(len(model_ND), np.inf), np.inf
     worst = int(np.argmax(apart))

@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Kind
 from vembed.data.sources import ExampleStore
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.export.check import (
+    NO_TEXTS,
     NUM_TEXTS,
     STUDENT_TOLERANCE,
     TOLERANCE,
@@ -30,6 +34,7 @@ from vembed.export.check import (
 from vembed.export.formats import PRECISIONS, ExportJob, ExportReader, Format, FormatName, WeightPrecision
 from vembed.export.gguf_format import GgufFormat
 from vembed.export.onnx_format import OnnxFormat
+from vembed.export.onnx_images import compare_images, images_to_compare
 from vembed.export.openvino_format import OpenvinoFormat
 from vembed.export.safetensors_format import SafetensorsFormat
 from vembed.export.servers import ServerName, write_server_files
@@ -184,6 +189,11 @@ def _write_and_check(
         return embedder.encode(list(texts), kind)
 
     # The model's own vectors first: a format may change the attention function of the modules.
+    images = images_to_compare(data) if form == "onnx" and "image" in embedder.description.modalities else []
+    image_ND = embedder.encode(images)
+    if "text" not in embedder.description.modalities:
+        kind.write(job, folder)
+        return _with_images(NO_TEXTS, job, folder, images, image_ND, tolerance)
     texts = texts_to_compare(data, embedder.description.max_length)
     model_ND = encode_all(own, texts)
     judged = smaller(data)
@@ -209,9 +219,25 @@ def _write_and_check(
             f"{result.largest_distance:.2g} of {result.num_texts} texts, tolerance {tolerance:.2g}; nothing was "
             "written (--tolerance allows more)"
         )
+    if images:
+        result = _with_images(result, job, folder, images, image_ND, tolerance)
     if judged is not None:
         result = _with_scores(result, reader, judged, before, normalize)
     return result
+
+
+def _with_images(
+    result: Check, job: ExportJob, folder: Path, images: list[Image.Image], model_ND: np.ndarray, tolerance: float
+) -> Check:
+    """Add the comparison of images. Raise UserError if they differ."""
+    found = compare_images(folder, images, model_ND, tolerance)
+    if not found.passes:
+        raise UserError(
+            f"the onnx export of {job.model} differs from the model in its images (image processor, pooling or "
+            f"weights); largest cosine distance {found.largest_distance:.2g} of {found.num_images} images, tolerance "
+            f"{tolerance:.2g}; nothing was written (--tolerance allows more)"
+        )
+    return replace(result, runtime=found.runtime, images=found)
 
 
 def _with_scores(result: Check, reader: ExportReader, judged: Any, before: float | None, normalize: bool) -> Check:

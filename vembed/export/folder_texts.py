@@ -32,10 +32,17 @@ class FolderTexts:
         ).input_ids
         return ids
 
-    def padded(self, texts: list[str], kind: Kind | None) -> dict[str, np.ndarray]:
-        """Return int64 `input_ids` and `attention_mask` of a batch."""
+    def padded(self, texts: list[str], kind: Kind | None, length: int | None = None) -> dict[str, np.ndarray]:
+        """Return int64 `input_ids` and `attention_mask` of a batch, padded to its longest text or to a length."""
         given = [self.prompts.get(kind or "", "") + text for text in texts]
-        found = self.tokenizer(given, padding=True, truncation=True, max_length=self.max_length, return_tensors="np")
+        found = self.tokenizer(
+            given,
+            padding="max_length" if length else True,
+            truncation=True,
+            max_length=length or self.max_length,
+            return_attention_mask=True,
+            return_tensors="np",
+        )
         return {name: found[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
 
 

@@ -1,4 +1,4 @@
-"""TextGraph: a model's texts as one graph of tensors, from token ids to the final embedding, for tracing."""
+"""TextGraph and ImageGraph: one modality of a model as one graph of tensors, from inputs to the final embedding."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from vembed.families.backbones import is_decoder_only
+from vembed.families.table import Modality
 from vembed.inference.embedder import Embedder
-from vembed.models.modalities import project
+from vembed.models.modalities import project, tower_features
 from vembed.models.pooling import pool
 from vembed.models.towers import tower_module
 
@@ -17,11 +18,13 @@ INPUTS = ("input_ids", "attention_mask")
 OUTPUT = "sentence_embedding"
 
 
-class TextGraph(nn.Module):
-    """Backbone, pooling, projection, Dense modules, normalisation and truncation in one forward.
+class Graph(nn.Module):
+    """Tower, pooling, projection, Dense modules, normalisation and truncation of one modality in one forward.
 
-    It has no step that depends on values, which tracing would freeze: the mask is always applied, and texts are padded.
+    It has no step that depends on values, which tracing would freeze.
     """
+
+    modality: Modality
 
     def __init__(self, embedder: Embedder) -> None:
         super().__init__()
@@ -29,13 +32,17 @@ class TextGraph(nn.Module):
         self.backbone: Any = embedder.backbone
         self.head = embedder.head
         self.truncate_dim = embedder.truncate_dim
+        family = self.description.traits
         # Eager attention is plain matrix products: every runtime has them, and int8 kernels replace them.
-        backbone: Any = embedder.backbone
-        backbone.set_attn_implementation("eager")
+        for tower in family.towers if family.has_two_models else ():
+            model: Any = tower_module(self.backbone, family, tower)
+            model.set_attn_implementation("eager")
+        if not family.has_two_models:
+            self.backbone.set_attn_implementation("eager")
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Map [n, tokens] ids and mask to [n, d] embeddings, as `Embedder.encode` returns them."""
-        vectors = project(self.description, self.backbone, "text", self._features(input_ids, attention_mask))
+    def finish(self, features: Tensor) -> Tensor:
+        """Map tower features [n, width] to [n, d] embeddings, as `Embedder.encode` returns them."""
+        vectors = project(self.description, self.backbone, self.modality, features)
         if self.head is not None:
             vectors = self.head(vectors)
         vectors = vectors.float()
@@ -43,6 +50,16 @@ class TextGraph(nn.Module):
         if self.description.normalize:
             vectors = nn.functional.normalize(vectors, dim=-1)
         return vectors if self.truncate_dim is None else vectors[:, : self.truncate_dim]
+
+
+class TextGraph(Graph):
+    """Texts. The mask is always applied, and texts are padded."""
+
+    modality: Modality = "text"
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Map [n, tokens] ids and mask to [n, d] embeddings."""
+        return self.finish(self._features(input_ids, attention_mask))
 
     def _features(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         family = self.description.traits
@@ -61,7 +78,19 @@ class TextGraph(nn.Module):
         return pool(self.description.pooling, text(**arguments).last_hidden_state, mask)
 
 
-def example_inputs(vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return [2, 8] ids and mask for tracing. Both sizes exceed 1, which tracing would take for a constant."""
-    ids = torch.arange(16).remainder(max(vocab_size, 1)).view(2, 8)
+class ImageGraph(Graph):
+    """Images of one size."""
+
+    modality: Modality = "image"
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Map [n, channels, height, width] pixels, as the image processor gives them, to [n, d] embeddings."""
+        return self.finish(tower_features(self.description, self.backbone, "image", {"pixel_values": pixel_values}))
+
+
+def example_inputs(vocab_size: int, length: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return [2, 8] ids and mask for tracing, or of a fixed length. Sizes exceed 1, which tracing would take for a
+    constant."""
+    tokens = length or 8
+    ids = torch.arange(2 * tokens).remainder(max(vocab_size, 1)).view(2, tokens)
     return ids, torch.ones_like(ids)

@@ -1,9 +1,8 @@
-"""OnnxFormat: the whole text side of a model as one ONNX graph with the output `sentence_embedding`."""
+"""OnnxFormat: the text side of a model as one ONNX graph, and its image side as another, from inputs to embeddings."""
 
 from __future__ import annotations
 
-import logging
-import warnings
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,15 +12,17 @@ import numpy as np
 import torch
 
 from vembed.data.examples import Kind
+from vembed.errors import UserError
 from vembed.export.folder_texts import FolderTexts, write_texts
 from vembed.export.formats import ExportJob, WeightPrecision
 from vembed.export.graph import INPUTS, OUTPUT, TextGraph, example_inputs
+from vembed.export.onnx_graphs import save_graph, write_in
+from vembed.export.onnx_images import image_inputs, write_images
 from vembed.inference.embedder import Embedder
 from vembed.models.processors import save_processors
+from vembed.models.towers import tower_module
 
 ONNX_FILE = "model.onnx"
-LARGEST_FILE = 1_800_000_000
-"""Bytes of weights in one file. ONNX files end at 2 GiB; larger weights go into a file beside."""
 BATCH = 16
 
 
@@ -38,47 +39,48 @@ class OnnxFormat:
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
         description = embedder.description
-        if "text" not in description.modalities:
-            return "the ONNX graph takes texts, and this model embeds images only"
         if description.traits.reads_chats:
-            return "the ONNX graph takes text models and the text tower of CLIP-like ones, not vision-language models"
-        if description.traits.has_fixed_length:
-            return "the ONNX graph pads texts to the longest of a batch, and this model needs texts of fixed length"
+            return "the ONNX graphs take texts and images apart, and a vision-language model reads them together"
+        if "image" in description.modalities and list(image_inputs(embedder)) != ["pixel_values"]:
+            return "the ONNX graph takes images of one size, and this model takes them in any shape"
         return None
 
     def write(self, job: ExportJob, folder: Path) -> None:
-        """Write `model.onnx`, the tokenizer, the prompts and the model's config."""
-        description = job.embedder.description
-        save_processors(description, folder)
-        write_texts(
-            folder,
-            description.query_prompt,
-            description.document_prompt,
-            description.max_length,
-            description.similarity,
-        )
-        job.embedder.backbone.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
-        target = folder / ONNX_FILE
-        if job.precision == "float32":
-            _trace(job.embedder, target)
-            return
-        whole = folder / "whole.onnx"
-        _trace(job.embedder, whole)
-        (_to_int8 if job.precision == "int8" else _to_float16)(whole, target)
-        for path in folder.glob("whole.onnx*"):
-            path.unlink()
+        """Write a graph for each modality, the tokenizer, the prompts, the image processor and the model's config."""
+        modalities = job.embedder.description.modalities
+        save_processors(job.embedder.description, folder)
+        if "text" in modalities:
+            write_text_graph(job, folder)
+        if "image" in modalities:
+            write_images(job, folder)
 
     def reader(self, folder: Path) -> OnnxReader:
-        """Return the export in onnxruntime."""
+        """Return the texts of the export in onnxruntime."""
         return OnnxReader(folder)
 
 
+def write_text_graph(job: ExportJob, folder: Path) -> None:
+    """Write `model.onnx`, the prompts and the config of the text model."""
+    description = job.embedder.description
+    write_texts(
+        folder,
+        description.query_prompt,
+        description.document_prompt,
+        description.max_length,
+        description.similarity,
+    )
+    _text_model(job.embedder).config.save_pretrained(folder)
+    write_in(job.precision, partial(_trace, job.embedder), folder / ONNX_FILE)
+
+
 class OnnxReader:
-    """An ONNX export in onnxruntime, with the tokenizer and the prompts of its folder."""
+    """The texts of an ONNX export in onnxruntime, with the tokenizer and the prompts of its folder."""
 
     def __init__(self, folder: Path) -> None:
         import onnxruntime
 
+        if not (folder / ONNX_FILE).is_file():
+            raise UserError(f"{folder} has no {ONNX_FILE}: this model embeds images only")
         self.runtime = f"onnxruntime {version('onnxruntime')}"
         self.texts = FolderTexts(folder)
         options = onnxruntime.SessionOptions()
@@ -87,6 +89,9 @@ class OnnxReader:
             folder / ONNX_FILE, options, providers=["CPUExecutionProvider"]
         )
         self.names = [one.name for one in self.session.get_inputs()]
+        length = self.session.get_inputs()[0].shape[1]
+        self.fixed_length = length if isinstance(length, int) else None
+        """Tokens of every text, for a model with texts of fixed length."""
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return the token ids of a text with its prompt."""
@@ -98,7 +103,7 @@ class OnnxReader:
         found: list[Any] = [None] * len(texts)
         for start in range(0, len(order), BATCH):
             rows = order[start : start + BATCH]
-            given = self.texts.padded([texts[row] for row in rows], kind)
+            given = self.texts.padded([texts[row] for row in rows], kind, self.fixed_length)
             (vectors,) = self.session.run([OUTPUT], {name: given[name] for name in self.names})
             for row, vector in zip(rows, vectors, strict=True):
                 found[row] = vector
@@ -106,64 +111,14 @@ class OnnxReader:
 
 
 def _trace(embedder: Embedder, target: Path) -> None:
-    graph = TextGraph(embedder).eval()
-    batch, tokens = torch.export.Dim("batch"), torch.export.Dim("tokens")
-    shape = {0: batch, 1: tokens}
-    exporter = logging.getLogger("torch.onnx")
-    before = exporter.level
-    exporter.setLevel(logging.ERROR)  # it names every operator library that is not installed
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # deprecations inside torch and onnxscript
-            program: Any = torch.onnx.export(
-                graph,
-                example_inputs(int(embedder.backbone.config.get_text_config().vocab_size)),  # type: ignore[union-attr,operator]
-                dynamo=True,
-                input_names=list(INPUTS),
-                output_names=[OUTPUT],
-                dynamic_shapes=dict.fromkeys(INPUTS, shape),
-                verbose=False,
-            )
-            size = sum(one.nbytes for one in graph.parameters())
-            program.save(str(target), external_data=size > LARGEST_FILE)
-    finally:
-        exporter.setLevel(before)
+    description = embedder.description
+    length = description.max_length if description.traits.has_fixed_length else None
+    shape = {0: torch.export.Dim("batch")} | ({} if length else {1: torch.export.Dim("tokens")})
+    example = example_inputs(int(_text_model(embedder).config.get_text_config().vocab_size), length)
+    save_graph(TextGraph(embedder), example, INPUTS, dict.fromkeys(INPUTS, shape), target)
 
 
-def _to_int8(whole: Path, target: Path) -> None:
-    """Quantise the weights of matrix products to int8; activations are quantised as they are computed."""
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    model = _without_shapes(whole)
-    root = logging.getLogger()
-    before = root.level
-    root.setLevel(logging.ERROR)  # a hint about pre-processing, which changes nothing here
-    try:
-        quantize_dynamic(
-            model,
-            target,
-            weight_type=QuantType.QInt8,
-            per_channel=True,
-            use_external_data_format=model.ByteSize() > LARGEST_FILE,
-        )
-    finally:
-        root.setLevel(before)
-
-
-def _to_float16(whole: Path, target: Path) -> None:
-    """Store and compute in float16; inputs and the output keep their types."""
-    import onnx
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    model: Any = convert_float_to_float16(_without_shapes(whole), keep_io_types=True)
-    onnx.save(model, target, save_as_external_data=model.ByteSize() > LARGEST_FILE)
-
-
-def _without_shapes(path: Path) -> Any:
-    """Return a graph without the shapes of its inner values: of folded transposes they are those before folding, which
-    the converters refuse. They infer all shapes anew."""
-    import onnx
-
-    model: Any = onnx.load(path)
-    del model.graph.value_info[:]
-    return model
+def _text_model(embedder: Embedder) -> Any:
+    """Return the model of Transformers that reads the texts."""
+    family = embedder.description.traits
+    return tower_module(embedder.backbone, family, "text") if family.has_two_models else embedder.backbone

@@ -13,8 +13,9 @@ from vembed.data.examples import Kind
 from vembed.export.folder_texts import FolderTexts
 from vembed.export.formats import ExportJob, ExportReader, WeightPrecision
 from vembed.export.graph import OUTPUT
-from vembed.export.onnx_format import ONNX_FILE, OnnxFormat
+from vembed.export.onnx_format import ONNX_FILE, OnnxFormat, write_text_graph
 from vembed.inference.embedder import Embedder
+from vembed.models.processors import save_processors
 
 OPENVINO_FILE = "openvino_model.xml"
 
@@ -32,11 +33,16 @@ class OpenvinoFormat:
 
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
+        if "text" not in embedder.description.modalities:
+            return "the OpenVINO graph takes texts, and this model embeds images only; export it as onnx"
+        if embedder.description.traits.has_fixed_length:
+            return "the OpenVINO graph pads texts to the longest of a batch, and this model needs texts of fixed length"
         return OnnxFormat().refusal(embedder)
 
     def write(self, job: ExportJob, folder: Path) -> None:
         """Write the model, the tokenizer and the prompts."""
-        OnnxFormat().write(ExportJob(job.model, job.embedder, "float32"), folder)
+        save_processors(job.embedder.description, folder)
+        write_text_graph(ExportJob(job.model, job.embedder, "float32"), folder)
         openvino: Any = import_module("openvino")
         model = openvino.convert_model(str(folder / ONNX_FILE))
         openvino.save_model(model, str(folder / OPENVINO_FILE), compress_to_fp16=job.precision == "float16")
