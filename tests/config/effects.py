@@ -236,8 +236,8 @@ GROUPS: dict[str, Options] = {
     "many": {
         "model_name": lambda path: tiny.tiny_bert(path, layers=3), "max_length": 9, "pooling": "max",
         "query_prompt": "red ", "document_prompt": "green blue ", "attn_implementation": "eager", "torch_compile": True,
-        "gradient_checkpointing": True, "use_mrl": True, "mrl_dims": [16, 8], "mrl_weights": [1, 2],
-        "mrl_projection": True, "freeze": ["embeddings"], "max_negatives": 1, "max_train_examples": 30,
+        "quantize_weights": "int8", "gradient_checkpointing": True, "use_mrl": True, "mrl_dims": [16, 8],
+        "mrl_weights": [1, 2], "mrl_projection": True, "freeze": ["embeddings"], "max_negatives": 1, "max_train_examples": 30,
         "num_workers": 0, "batch_size": 5, "gradient_accumulation_steps": 2, "micro_batch_tokens": 99,
         "kept_graph_tokens": 77, "use_gradient_cache": False, "max_steps": 7, "learning_rate": 0.5,
         "weight_decay": 0.25, "adam_beta1": 0.5, "adam_beta2": 0.6, "adam_epsilon": 0.7, "head_learning_rate": 0.125,

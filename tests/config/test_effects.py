@@ -67,6 +67,10 @@ BUILT: dict[str, Row] = {
     ),
     "torch_dtype": ("frozen", lambda one: _weights_dtype(one, "vision_model"), "torch.bfloat16", "clip"),
     "pure_dtype": ("pure", lambda one: _weights_dtype(one, "query"), "torch.bfloat16"),
+    "quantize_weights": (
+        "many", lambda one: type(one.trainer.parts.embedder.backbone.encoder.layer[0].attention.self.query).__name__,
+        "RoundedLinear",
+    ),
     "attn_implementation": (
         "many", lambda one: one.trainer.parts.embedder.backbone.config._attn_implementation, "eager"
     ),

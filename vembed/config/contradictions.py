@@ -1,4 +1,5 @@
-"""Pairs of options that contradict each other: what becomes of an earlier run, and where validation data come from."""
+"""Pairs of options that contradict each other: what becomes of an earlier run, where validation data come from, and
+what is rounded."""
 
 from __future__ import annotations
 
@@ -20,4 +21,11 @@ def contradictions(config: TrainConfig) -> list[tuple[tuple[str, ...], str]]:
             "keep one of them"
         )
         found.append((("val_split", "val_data_path"), said))
+    if config.quantize_weights is not None and (config.use_lora or config.use_qlora):
+        said = (
+            f"quantize_weights: {config.quantize_weights} rounds the weights that are trained, and "
+            f"{'use_lora' if config.use_lora else 'use_qlora'}: true trains adapters beside weights that are not: keep "
+            "one of them"
+        )
+        found.append((("quantize_weights", "use_lora" if config.use_lora else "use_qlora"), said))
     return found

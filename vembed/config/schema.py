@@ -57,6 +57,9 @@ class ModelOptions(Frozen, title="model"):
     pure_dtype: bool = False
     """Keep trainable weights in `torch_dtype` too (no float32 master weights): half the memory of training. Needs
     torch_dtype: bfloat16 and optim: adamw, whose updates are then rounded stochastically, lest most vanish."""
+    quantize_weights: Literal["int8"] | None = None
+    """Round the weights of the layers' linear maps to int8 in each forward pass, a scale per row, and train through the
+    rounding, for a model that is served in int8. `final/` has the rounded weights. Not with `use_lora`."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Dtype of computation. `auto`: bf16 on GPUs that support it, and on CPUs with AMX or AVX512-BF16 for models with a
     hidden size of at least 256 that are not sharded; otherwise no. Trained weights, gradients, norms, pooling and loss
@@ -84,9 +87,8 @@ class ModelOptions(Frozen, title="model"):
     """Compile the backbone's layers with torch.compile. `auto`: on GPUs, in runs of more than about five minutes, where
     compiled and plain layers give the same embeddings at the start; the log says so. On CPUs only if asked for."""
     gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass: less memory, about a third more time. Default: true with
-    `use_fsdp: true`, except on GPUs where micro-batches fit without it and Gradient Cache may be used; otherwise
-    false."""
+    """Recompute activations in the backward pass: less memory, a third more time. Default: true with `use_fsdp: true`,
+    except on GPUs where micro-batches fit without it and Gradient Cache may be used; otherwise false."""
 
 
 class HeadOptions(Frozen, title="head"):
@@ -334,8 +336,7 @@ class DistributedOptions(Frozen, title="distributed"):
     """Options of processes, devices and sharding."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
-    """Distribution of the model over processes: ddp, a copy on each; fsdp, sharded. `auto`: by size; the log gives the
-    reason."""
+    """Distribution of the model over processes: ddp, a copy on each; fsdp, sharded. `auto`: by size; see the log."""
     use_fsdp: bool = False
     """Same as `strategy: fsdp`, with the options of `configs/accelerate_fsdp.yaml`. An explicit false rules FSDP out
     under `strategy: auto` too."""
@@ -367,8 +368,7 @@ class DistributedOptions(Frozen, title="distributed"):
     """Minimum number of parameters of a unit. SIZE_BASED_WRAP: 0 or none is 1,000,000. TRANSFORMER_BASED_WRAP: smaller
     layers are no units; 0 or none: every layer is one."""
     fsdp_wrap_embeddings: bool = True
-    """TRANSFORMER_BASED_WRAP: make the input embeddings, trained or frozen, a unit of their own. No effect under the
-    other policies."""
+    """TRANSFORMER_BASED_WRAP alone: make the input embeddings, trained or frozen, a unit of their own."""
     fsdp_reshard_after_forward: bool | None = None
     """FSDP2: free the gathered parameters after the forward pass. Default: from the sharding strategy; if all gathered
     parameters take at most a fifth of a process's memory, training frees them only at the end of a step."""

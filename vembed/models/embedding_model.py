@@ -31,6 +31,7 @@ from vembed.models.modalities import (
     tower_features,
 )
 from vembed.models.quantized import settle
+from vembed.models.rounded import round_weights
 from vembed.models.towers import freeze_parts, freeze_unused, frozen_towers, tower_module, towers_of_modality
 from vembed.own.modeling import OwnModel
 
@@ -246,6 +247,8 @@ def build_model(
         if wants_adapters(config):
             add_adapters(backbone, description.traits, config)
             settle(backbone)
+        if config.quantize_weights is not None:
+            round_weights(backbone)
         head = build_head(config, description)
         if language is not None and wants_adapters(config) and not language.is_new:
             language.requires_grad_(False)  # as all weights but the adapters

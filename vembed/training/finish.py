@@ -24,6 +24,7 @@ from vembed.evaluation.scores import deciding_metric
 from vembed.inference.encoding import encode_items
 from vembed.models.precision import saved_dtype
 from vembed.models.quantized import is_quantized
+from vembed.models.rounded import store_rounded
 from vembed.report.report import write_report
 from vembed.report.summary import RunSummary, collect_versions
 from vembed.saving.card import Card, properties_of
@@ -98,6 +99,7 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
         learned = parts.loss.scale_and_bias()
         if learned is not None:
             embedder.write_scale_and_bias(*learned, weights)
+        store_rounded(embedder, weights)
         dtype = saved_dtype(config, embedder.description)
         log.info(
             "weights: stored %s (save_dtype: %s)", f"in {dtype}" if dtype else "as they are held", config.save_dtype

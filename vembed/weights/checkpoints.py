@@ -18,6 +18,7 @@ from vembed.families.model_files import read_model
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import build_model, load_embedder
 from vembed.models.precision import saved_dtype
+from vembed.models.rounded import store_rounded
 from vembed.saving.files import save_model
 from vembed.training import checkpoint_schema, integrity
 from vembed.training.checkpoint import read_state
@@ -78,6 +79,7 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
     learned = loss.scale_and_bias()
     if learned is not None:
         embedder.write_scale_and_bias(*learned, weights)
+    store_rounded(embedder, weights)
     log.info("%s: step %d", checkpoint, saved["loop"]["step"])
     return save_model(
         folder, description, embedder.backbone, embedder.head, weights, dtype=saved_dtype(config, description)
