@@ -34,11 +34,10 @@ class Graph(nn.Module):
         self.truncate_dim = embedder.truncate_dim
         family = self.description.traits
         # Eager attention is plain matrix products: every runtime has them, and int8 kernels replace them.
-        for tower in family.towers if family.has_two_models else ():
-            model: Any = tower_module(self.backbone, family, tower)
+        towers = [tower_module(self.backbone, family, tower) for tower in family.towers]
+        models: list[Any] = towers if family.has_two_models else [embedder.backbone]
+        for model in models:
             model.set_attn_implementation("eager")
-        if not family.has_two_models:
-            self.backbone.set_attn_implementation("eager")
 
     def finish(self, features: Tensor) -> Tensor:
         """Map tower features [n, width] to [n, d] embeddings, as `Embedder.encode` returns them."""
