@@ -105,7 +105,7 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
     assert logged[-1] == (-1, {})
     step, report = logged[-2]
     assert step == 3 and report["report"].startswith("<!doctype html>"), "the report, before the end"  # type: ignore[attr-defined]
-    assert report["report/picture"] == (320, 960, 3)
+    assert report["report/picture"] == (597, 2 * 981, 3)
     metrics = Metrics(load_config(options))
     metrics.on_start(SimpleNamespace(session=SimpleNamespace(is_main=False)))  # type: ignore[arg-type]
     metrics.on_log({"step": 1, "loss": 1.0})

@@ -85,6 +85,46 @@ def evaluations_svg(steps: Sequence[int], values: Sequence[float], label: str, f
     return plot.svg(f"{label} over the steps")
 
 
+def sweep_svg(places: Sequence[float], values: Sequence[float], x_label: str, best: int) -> str:
+    """Return a plot of a score along a line between two models. A ring marks the best point."""
+    ring = _Line([places[best]], [values[best]], ACCENT, dot=5.0, is_ring=True)
+    note = (places[best], values[best], f"{values[best]:.4f}", ACCENT, True)
+    lines = [_Line(places, values, ACCENT, dot=2.0), ring]
+    plot = _Plot(lines, x_label, "{:.3f}".format, margin_x=0.06, margin_y=0.25, write_x="{:g}".format, notes=[note])
+    return plot.svg("score along the line")
+
+
+def front_svg(
+    points: Sequence[tuple[float, float]], front: Sequence[int], start: tuple[float, float], x_label: str
+) -> str:
+    """Return a plot of trials with two figures each, and the line through those that no other one beats in both.
+    `start`: the model before."""
+    ordered = sorted(points[place] for place in front)
+    lines = [
+        *(_Line([x], [y], BEFORE, dot=2.0) for x, y in points),
+        _Line([x for x, _ in ordered], [y for _, y in ordered], ACCENT, dot=2.5),
+        _Line([start[0]], [start[1]], INK, dot=3.0),
+    ]
+    notes = [(*start, "before", INK, True)]
+    plot = _Plot(lines, x_label, "{:.3f}".format, margin_x=0.1, margin_y=0.2, write_x="{:g}".format, notes=notes)
+    return plot.svg("trials, and those that no other one beats")
+
+
+def bars_svg(values: Mapping[str, float], x_label: str) -> str:
+    """Return a horizontal bar for each value, the first one on top."""
+    row, most = 18.0, max(max(values.values(), default=0.0), 1e-9)
+    start = 8 + 0.58 * FONT_SIZE * max(map(len, values), default=0)
+    parts = []
+    for place, (name, value) in enumerate(values.items()):
+        top, length = place * row + 2, value / most * (0.9 * WIDTH - start)
+        parts.append(f'<rect x="{start:.1f}" y="{top:.1f}" width="{length:.1f}" height="{row - 6:g}" fill="{ACCENT}"/>')
+        parts.append(_text(start - 5, top + 9, name, INK, "end"))
+        parts.append(_text(start + length + 4, top + 9, f"{value:.0%}", INK, "start"))
+    height = row * len(values) + 20
+    parts.append(_text((start + WIDTH) / 2, height - 6, x_label, INK, "middle"))
+    return "\n".join([_beginning(WIDTH, height, x_label), *parts, "</svg>"])
+
+
 @dataclass(frozen=True)
 class Line:
     """Curve of one of several runs, and the run's number."""
@@ -148,8 +188,10 @@ class _Plot:
     margin_x: float = 0.03
     margin_y: float = 0.15
     ticks_x: list[tuple[float, str]] = field(default_factory=list)
-    """Places and their names; without any, whole numbers."""
-    notes: list[tuple[float, float, str, str, bool]] = field(default_factory=list)
+    """Places and their names; without any, round numbers."""
+    write_x: Callable[[float], str] | None = None
+    """Format of the numbers at the horizontal axis; without it, whole numbers."""
+    notes: Sequence[tuple[float, float, str, str, bool]] = ()
     """Texts beside points: x, y, text, colour, and whether it stands above."""
 
     def svg(self, description: str) -> str:
@@ -161,8 +203,7 @@ class _Plot:
         for x, y, text, colour, is_above in self.notes:
             place = self.y.at(y) + (-8.0 if is_above else 8.0 + 0.7 * FONT_SIZE)
             parts.append(_text(self.x.at(x), place, text, colour, "middle"))
-        start = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(description)}">'
-        return "\n".join([start, *parts, "</svg>"])
+        return "\n".join([_beginning(WIDTH, HEIGHT, description), *parts, "</svg>"])
 
     def _grid(self) -> Iterator[str]:
         for value in self.y.ticks(MAX_TICKS_Y):
@@ -170,8 +211,9 @@ class _Plot:
             yield f'<path d="M{LEFT:g} {place:.1f}H{RIGHT:g}" fill="none" stroke="{GRID}" stroke-width="0.8"/>'
             yield _text(LEFT - 4, place + 0.35 * FONT_SIZE, self.write(value), INK, "end")
         yield f'<path d="M{LEFT:g} {BOTTOM:g}H{RIGHT:g}" fill="none" stroke="{GRID}" stroke-width="0.8"/>'
-        whole = [(value, f"{value:,.0f}") for value in self.x.ticks(MAX_TICKS_X, smallest=1.0)]
-        for value, name in self.ticks_x or whole:
+        write, smallest = (self.write_x, 0.0) if self.write_x else ("{:,.0f}".format, 1.0)
+        numbers = [(value, write(value)) for value in self.x.ticks(MAX_TICKS_X, smallest)]
+        for value, name in self.ticks_x or numbers:
             yield _text(self.x.at(value), BOTTOM + 13, name, INK, "middle")
         yield _text((LEFT + RIGHT) / 2, BOTTOM + 27, self.x_label, INK, "middle")
 
@@ -223,6 +265,10 @@ class _Scale:
         step = next(one for one in steps if not smallest or one % smallest == 0)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [number * step for number in range(first, last + 1)]
+
+
+def _beginning(width: float, height: float, description: str) -> str:
+    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(description)}">'
 
 
 def _text(x: float, y: float, text: str, colour: str, anchor: str) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vembed.report.pictures import picture_image, picture_svg
+from vembed.report.plots import Curve, curve_svg, evaluations_svg
 from vembed.report.record import RunRecord, metric_name, read_run
 
 NAME = "report"
@@ -44,22 +45,12 @@ def send_report(tracker: Any, output_dir: str | Path) -> None:
 
 def report_picture(record: RunRecord) -> np.ndarray:
     """Return [height, width, 3] uint8: the deciding score over the evaluations, and the loss over the steps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     key = record.headline
     scores = [(one.step, one.scores[key]) for one in record.evaluations if key in one.scores]
     losses = [(line["step"], line["loss"]) for line in record.steps if isinstance(line.get("loss"), float)]
-    drawn: list[tuple[str, Sequence[tuple[float, float]]]] = [("loss", losses)]
+    steps, values = ([one[side] for one in losses] for side in (0, 1))
+    plots = [picture_svg(curve_svg(Curve("loss", "", steps, values, "{:.3g}".format)), "loss")]
     if scores:
-        drawn.insert(0, (metric_name(key), scores))
-    figure = Figure(figsize=(4.8 * len(drawn), 3.2), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    for axes, (title, points) in zip(np.ravel(figure.subplots(1, len(drawn))), drawn, strict=True):
-        axes.plot([step for step, _ in points], [value for _, value in points], marker="o", markersize=3)
-        axes.set_title(title)
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-    canvas.draw()
-    found: np.ndarray = np.asarray(canvas.buffer_rgba())[..., :3].copy()
-    return found
+        steps, values = ([one[side] for one in scores] for side in (0, 1))
+        plots.insert(0, picture_svg(evaluations_svg(steps, values, metric_name(key), None), metric_name(key)))
+    return np.concatenate([np.asarray(picture_image(one)) for one in plots], axis=1)

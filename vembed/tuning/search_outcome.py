@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.loading import load_config, render
-from vembed.weights.drawing import draw_bars
+from vembed.report.pictures import write_picture
+from vembed.report.plots import bars_svg
 
 BEST = "best.yaml"
 TRIALS = "trials.json"
@@ -62,7 +63,9 @@ def write_outcome(folder: Path, config: str, overrides: Sequence[str], study: An
     lines += [f"  {name}: {value:g}" for name, value in values.items()]
     matters = importance(study) if len(complete) >= FEWEST else {}
     if matters:
-        draw_bars(folder / "importance", matters, x_label="share of the difference between trials")
+        svg = bars_svg(matters, "share of the difference between trials")
+        for kind in ("svg", "png"):
+            write_picture(folder / f"importance.{kind}", svg)
         lines.append("what mattered: " + ", ".join(f"{name} {share:.0%}" for name, share in matters.items()))
     else:
         lines.append(f"what mattered: not estimated from {len(complete)} trials that came to their end")

@@ -18,6 +18,9 @@ from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.dataset import open_eval_data
 from vembed.inference.embedder import Embedder
+from vembed.report.pictures import write_picture
+from vembed.report.plots import front_svg
+from vembed.report.record import metric_name
 from vembed.saving.layout import write_json
 from vembed.weights.directions import Direction
 from vembed.weights.editing import Editor, EditPlan, TextSets, Where
@@ -207,21 +210,15 @@ def _chosen(tried: Sequence[EditTrial], before: dict[str, float], metric: str | 
 def _write(result: EditResult, metric: str | None) -> None:
     described: dict[str, Any] = {"plan": asdict(result.plan), "before": result.before, "after": result.after}
     if result.trials:
-        from vembed.weights.drawing import draw_front  # late: matplotlib takes a second
-
         assert metric is not None
         points = [(one.scores["probe"], one.scores[metric]) for one in result.trials]
         front = pareto_front(points)
         described["trials"] = [asdict(one) for one in result.trials]
         described["front"] = front
-        draw_front(
-            result.model_dir / "trials",
-            points,
-            front,
-            (result.before["probe"], result.before[metric]),
-            x_label="accuracy of the probe (low: removed)",
-            y_label=metric,
-        )
+        start = (result.before["probe"], result.before[metric])
+        svg = front_svg(points, front, start, "accuracy of the probe (low: removed)")
+        for kind in ("svg", "png"):
+            write_picture(result.model_dir / f"trials.{kind}", svg, metric_name(metric))
     write_json(result.model_dir / EDIT_FILE, described)
     card = result.model_dir / "README.md"
     text = json.dumps({key: described[key] for key in ("plan", "before", "after")}, indent=2)

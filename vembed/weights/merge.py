@@ -15,6 +15,9 @@ import torch
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
+from vembed.report.pictures import write_picture
+from vembed.report.plots import sweep_svg
+from vembed.report.record import metric_name
 from vembed.saving.layout import write_json
 from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_model
 from vembed.weights.inputs import Source, default_base, open_source
@@ -206,19 +209,12 @@ def _scratch(target: Path, *, is_main: bool) -> Iterator[Path]:
 
 
 def _draw(target: Path, trials: Sequence[Trial], metric: str, names: Sequence[str], base: str | None) -> None:
-    from vembed.report.record import metric_name  # late: matplotlib takes a second
-    from vembed.weights.drawing import draw_line
-
     ends = (names[0], names[1]) if len(names) == 2 else (base or "base", names[0])
     scores = [one.score for one in trials]
-    draw_line(
-        target / "sweep",
-        [one.at for one in trials],
-        scores,
-        x_label=f"0: {Path(ends[0]).name}    1: {Path(ends[1]).name}",
-        y_label=metric_name(metric),
-        best=max(range(len(scores)), key=scores.__getitem__),
-    )
+    label = f"0: {Path(ends[0]).name}    1: {Path(ends[1]).name}"
+    svg = sweep_svg([one.at for one in trials], scores, label, max(range(len(scores)), key=scores.__getitem__))
+    for kind in ("svg", "png"):
+        write_picture(target / f"sweep.{kind}", svg, metric_name(metric))
     write_json(
         target / "sweep.json", {"metric": metric, "from": ends[0], "to": ends[1], "points": list(map(asdict, trials))}
     )
