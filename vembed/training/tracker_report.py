@@ -48,9 +48,10 @@ def report_picture(record: RunRecord) -> np.ndarray:
     key = record.headline
     scores = [(one.step, one.scores[key]) for one in record.evaluations if key in one.scores]
     losses = [(line["step"], line["loss"]) for line in record.steps if isinstance(line.get("loss"), float)]
-    steps, values = ([one[side] for one in losses] for side in (0, 1))
-    plots = [picture_svg(curve_svg(Curve("loss", "", steps, values, "{:.3g}".format)), "loss")]
+    curve = Curve("loss", "", [step for step, _ in losses], [loss for _, loss in losses], "{:.3g}".format)
+    plots = [picture_svg(curve_svg(curve), "loss")]
     if scores:
-        steps, values = ([one[side] for one in scores] for side in (0, 1))
-        plots.insert(0, picture_svg(evaluations_svg(steps, values, metric_name(key), None), metric_name(key)))
+        name = metric_name(key)
+        svg = evaluations_svg([step for step, _ in scores], [score for _, score in scores], name, None)
+        plots.insert(0, picture_svg(svg, name))
     return np.concatenate([np.asarray(picture_image(one)) for one in plots], axis=1)
