@@ -63,10 +63,13 @@ def run_process(verb: str, words: Sequence[str]) -> int:
     open_closed_streams()
     if verb == "train":
         return guarded(lambda: _train(words, starts_processes=False))
+    outer, sys.argv = sys.argv, ["vembed", verb, *words]  # --nproc starts processes with the same words
     try:
         app([verb, *words])
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
+    finally:
+        sys.argv = outer
     return 0
 
 
@@ -295,15 +298,18 @@ def plan(words: Words = None) -> None:
         # A dry run needs no machine rank, and may describe GPUs of other machines.
         arguments = _arguments("plan", plan.__doc__, [*rest, "--dry-run"])
         from vembed.distributed.hardware import read_hardware
-        from vembed.stages.sequence import plan_stages, road_of_arguments
-        from vembed.tools.plan import run_plan
+        from vembed.stages.estimates import plan_stages
+        from vembed.stages.sequence import road_of_arguments
+        from vembed.tools.plan import predict, run_plan, show
 
         with json_result(json_file) as give:
             results: list[Any] = []
-            planned = partial(run_plan, hardware=read_hardware(gpu, memory), give=results.append)
+            hardware = read_hardware(gpu, memory)
             road = road_of_arguments(arguments)
-            code = planned(arguments) if road is None else plan_stages(road, arguments, planned)
-            give(results[0] if road is None else results)
+            if road is None:
+                return run_plan(arguments, hardware=hardware, give=give)
+            code = plan_stages(road, arguments, partial(predict, hardware=hardware), partial(show, give=results.append))
+            give(results)
             return code
 
     _end(call)

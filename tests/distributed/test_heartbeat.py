@@ -17,6 +17,7 @@ from tests.harness import rank_outcomes
 from tests.tiny import shared, tiny_bert
 from vembed.distributed import collectives, heartbeat, session
 from vembed.distributed.heartbeat import Board, Record, Seen, Verdict, judge
+from vembed.distributed.rendezvous import Limit
 
 HERE = Record(step=7, calls=10, waits=True, place="agree (training/interrupts.py:90)", host="a", pid=1)
 LOOP = Record(step=7, calls=9, waits=False, place="collate (my/hook.py:3)", host="b", pid=2)
@@ -84,6 +85,7 @@ def in_a_run(folder: str, stops: int, loops: int) -> list[str]:
     rank = int(os.environ["RANK"])
     heartbeat.BEAT_SECONDS, heartbeat.STILL_SECONDS, heartbeat.SILENT_SECONDS = 0.1, 0.3, 1.2
     heartbeat.FIRST_LINE_SECONDS = 0.5
+    session.Limit = lambda _: Limit(1.0)  # the short limit is for collectives; a busy machine may start ranks slowly
     lines = listen()
     try:
         with session.start_session(config_of(folder, dist_timeout_minutes=3 / 60)) as one:

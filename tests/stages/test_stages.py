@@ -193,6 +193,12 @@ def test_parts_of_the_list_and_a_dry_run(place, capsys):
     told = capsys.readouterr().out
     assert told.index("==== broad (train)") < told.index("would run: vembed merge") < told.index("==== sharp (train)")
     assert "model_name: output/merge-2/final" in told
+    table = told.split("==== memory of each process and time of each step, estimated\n")[1].splitlines()
+    assert [line.split()[:2] for line in table] == [
+        ["stage", "step"], ["broad", "train"], ["merge-2", "merge"], ["sharp", "train"], ["all", "below"],
+    ]  # fmt: skip
+    assert all(" GB of the " in line and ": fits" in line for line in (table[1], table[3]))
+    assert table[4].endswith("without the 1 not estimated")
     assert not Path("output").exists()
     assert train("--stage", "broad", "output_dir=one") == 0
     assert Path("one/final").is_dir()
@@ -205,13 +211,46 @@ def test_parts_of_the_list_and_a_dry_run(place, capsys):
 
 
 def test_a_plan_of_every_stage(place, capsys):
-    written([{"name": "broad"}, {"merge": {"models": ["broad"]}}, {"name": "sharp", "batch_size": 8}])
-    assert run_process("plan", ["cfg.yaml"]) == 0
+    stages = [
+        {"name": "broad"},
+        {"name": "negatives", "mine": {"data_path": "train.jsonl"}},
+        {"name": "sharp", "batch_size": 8},
+        {"name": "check", "evaluate": {"data": "val.jsonl"}},
+        {"name": "other", "evaluate": {"data": "nowhere.jsonl"}},
+    ]
+    written(stages)
+    assert run_process("plan", ["cfg.yaml", "--json", "plan.json"]) == 0
     told = capsys.readouterr().out
     assert told.index("==== broad") < told.index("==== sharp")
     assert told.count("hours: about ") == 2
     assert "of a matrix product here (cpu)" in told
+    _, broad, negatives, sharp, check, other, total = told.split("==== memory")[1].splitlines()[1:]
+    assert all(line.endswith(("below 1 s", "(encoding)")) for line in (broad, sharp, negatives, check))
+    assert " GB (weights), and micro-batches" in negatives and other.endswith("not estimated")
+    assert total.endswith("below 1 s, without the 1 not estimated")
+    assert all(one["fits"] and one["seconds"] < 60 for one in json.loads(Path("plan.json").read_text()))
     assert not Path("output").exists()
+    assert run_process("plan", ["cfg.yaml", "--memory", "0.001"]) == 1
+    assert ": does not fit" in capsys.readouterr().out.split("==== memory")[1]
+
+
+def test_a_dry_run_without_the_model_says_so(place, capsys):
+    written([{"name": "broad"}, {"name": "check", "evaluate": {"data": "val.jsonl"}}], model_name="some/model")
+    assert train("--dry-run") == 0
+    table = capsys.readouterr().out.split("==== memory")[1]
+    assert "broad  train     not estimated (some/model is not on this machine)" in table
+    assert run_process("plan", ["cfg.yaml", "model_name=./nowhere"]) == 2
+
+
+def test_a_step_between_on_several_processes_gets_its_own_words(place, monkeypatch):
+    started = []
+    monkeypatch.setattr("vembed.distributed.launch.run_ranks", lambda command, _: started.append(command) or 1)
+    written([{"name": "broad"}, {"name": "check", "evaluate": {"data": "val.jsonl", "nproc": 2}}])
+    monkeypatch.setattr("sys.argv", ["vembed", "train", "cfg.yaml"])
+    assert train() == 1
+    assert started[0][2:] == [
+        "vembed", "eval", "output/broad/final", "val.jsonl", "--json", "output/check/scores.json", "--nproc", "2",
+    ]  # fmt: skip
 
 
 def test_a_stage_that_mines_within_is_a_training():

@@ -15,6 +15,7 @@ from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
 from vembed.config.stages import MINED, Road, Step, read_road
 from vembed.errors import RunError, UserError
+from vembed.stages.estimates import road_table
 from vembed.stages.fingerprint import of_options, of_training
 from vembed.stages.requirements import check_requirements
 from vembed.stages.stages_report import write_report
@@ -82,7 +83,9 @@ def run_stages(
             code = stage.run(prints[step.name])
         if code:
             return code
-    if not arguments.is_dry_run and _is_main(env):
+    if arguments.is_dry_run:
+        sys.stdout.write(road_table(road, arguments, env))
+    elif _is_main(env):
         path = write_report(road, STATE_FILE)
         _say(f"stages: all done; report: {path}", env)
     return 0
@@ -92,26 +95,6 @@ def results_of(road: Road) -> list[dict[str, Any]]:
     """Return the result of each training that has finished, in order, as JSON values."""
     folders = [(step.name, road.folder(step.name)) for step in road.steps if step.kind == "train"]
     return [{"stage": name, **result_of(folder)} for name, folder in folders if (folder / "final").is_dir()]
-
-
-def plan_stages(road: Road, arguments: TrainArguments, plan: Callable[[TrainArguments], int]) -> int:
-    """Predict the memory of each training. The weights of a stage's model need not be there yet: every stage has the
-    architecture of the model that the first one starts from."""
-    models: dict[str, str] = {}
-    code = 0
-    for step in road.steps:
-        before = road.model_before(step.name)
-        if step.kind != "train":
-            models[step.name] = models[before.name] if before is not None else ""
-            continue
-        one = replace(arguments, stage=step.name, first_stage=None, last_stage=None)
-        if before is not None and "model_name" not in step.block:
-            one = replace(one, overrides=(*one.overrides, f"model_name={models[before.name]}"))
-        models[step.name] = resolve_run(one.source, one.overrides, stage=step.name).config.model_name
-        sys.stdout.write(f"==== {step.name}\n")
-        sys.stdout.flush()
-        code = max(code, plan(one))
-    return code
 
 
 class _Stage:
@@ -210,8 +193,9 @@ class _Stage:
         options = self.step.options()
         model = self._model()
         if self.step.kind == "mine":
+            flags = _flags({"nproc": options.pop("nproc", None)})
             options = {"model_name": model, **options, "output_path": str(self.folder / MINED)}
-            return "mine", [f"{key}={_word(value)}" for key, value in options.items() if value is not None]
+            return "mine", [f"{key}={_word(value)}" for key, value in options.items() if value is not None] + flags
         if self.step.kind == "evaluate":
             data, given = options.pop("data", None), options.pop("model", None)
             options.pop("require", None)

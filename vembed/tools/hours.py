@@ -73,18 +73,18 @@ def _product_seconds(factor: torch.Tensor) -> float:
     return time.perf_counter() - began
 
 
-def hours_line(placement: Placement, size: ModelSize, speed: Speed) -> str:
-    """Return the estimate in one line, with what it rests on; or why there is none."""
+def training_time(placement: Placement, size: ModelSize, speed: Speed) -> tuple[float | None, str]:
+    """Return the estimated seconds and a line with what they rest on; without an estimate None, and why."""
     config, in_half = placement.run.config, placement.computes_in_half
     peak = speed.tflops
     if peak is None:
-        return "hours: not estimated, since --memory names no GPU; --gpu 2xA100-80GB does"
+        return None, "hours: not estimated, since --memory names no GPU; --gpu 2xA100-80GB does"
     try:
         data = data_size(config)
     except UserError as error:
-        return f"hours: not estimated ({error})"
+        return None, f"hours: not estimated ({error})"
     if data is None:
-        return "hours: not estimated; for that, data_path must be files of texts that are here"
+        return None, "hours: not estimated; for that, data_path must be files of texts that are here"
     world = placement.ranks.world_size
     per_step = placement.rows * world * config.gradient_accumulation_steps
     steps = num_steps(config, data.num_examples, per_step)
@@ -94,11 +94,24 @@ def hours_line(placement: Placement, size: ModelSize, speed: Speed) -> str:
     work = f"{steps:,d} steps x {per_step:,d} examples x {data.tokens:,.0f} tokens"
     work += f", {operations / 1e9:,.3g} GFLOP per token"
     assumed = f"{USED_SHARE[in_half]:.0%} of the {peak:.4g} TFLOPS {speed.source}"
-    return (
+    line = (
         f"hours: about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)}). This is an estimate from {speed.basis} "
         f"with an assumed 35-60 % of the peak, often off by a factor of two: {work}, at {assumed} "
         f"({'16 bits' if in_half else 'float32'}), on {world} {speed.unit}(s); without evaluations and loading"
     )
+    return seconds, line
+
+
+def encoding_seconds(placement: Placement, size: ModelSize, speed: Speed, data_path: str) -> float | None:
+    """Return the estimated seconds in which one process encodes the texts of a file; None where that is not known."""
+    try:
+        data = data_size(placement.run.config.model_copy(update={"data_path": data_path}))
+    except UserError:
+        return None
+    if data is None or speed.tflops is None:
+        return None
+    operations = data.num_examples * data.tokens * _forward_operations(size, data.length)
+    return operations / (speed.tflops * 1e12 * USED_SHARE[placement.computes_in_half])
 
 
 def num_steps(config: TrainConfig, num_examples: int, per_step: int) -> int:
@@ -114,8 +127,7 @@ def num_steps(config: TrainConfig, num_examples: int, per_step: int) -> int:
 def operations_per_token(placement: Placement, size: ModelSize, data: DataSize) -> float:
     """Return the floating-point operations of one token in a step, forward and backward."""
     config = placement.run.config
-    inside_layers = size.layer_parameters * size.num_layers or size.total
-    forward = 2.0 * inside_layers + 4.0 * size.num_layers * size.hidden * data.length
+    forward = _forward_operations(size, data.length)
     # Backward: products for the inputs' gradients, and those for the trained weights' gradients.
     passes = 2.0 + size.trained / max(size.total, 1)
     passes += 1.0 if placement.recomputation.value else 0.0
@@ -123,6 +135,12 @@ def operations_per_token(placement: Placement, size: ModelSize, data: DataSize) 
     tokens, cache = placement.rows * data.tokens, config.use_gradient_cache
     repeats = tokens > kept if cache == "auto" else cache
     return forward * (passes + (1.0 if repeats else 0.0))
+
+
+def _forward_operations(size: ModelSize, length: float) -> float:
+    """Return the floating-point operations of one token of a text of `length` tokens."""
+    inside_layers = size.layer_parameters * size.num_layers or size.total
+    return 2.0 * inside_layers + 4.0 * size.num_layers * size.hidden * length
 
 
 def data_size(config: TrainConfig) -> DataSize | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,15 +17,61 @@ from vembed.distributed.devices import bf16_instructions
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, Memory, ModelSize, measure
 from vembed.distributed.exchange_choice import EXCHANGES
-from vembed.distributed.hardware import Hardware
+from vembed.distributed.hardware import Gpu, Hardware
 from vembed.distributed.placement import Placement, memory_of_a_process, place
 from vembed.models.adapters import wants_adapters
-from vembed.tools.hours import hours_line, speed_of
+from vembed.tools.hours import Speed, speed_of, training_time
 from vembed.tools.train_command import resolve_launch
 
 FITS = 0.9
 """A run fits if it needs at most this fraction of the memory."""
 BUDGETS = (32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What each process of a run needs, and how long the run takes, from the model's shapes alone."""
+
+    placement: Placement
+    size: ModelSize
+    memory: Memory
+    gpu: Gpu | None
+    seconds: float | None
+    """An estimate; None where there is none."""
+    hours_line: str
+    """The estimate with what it rests on, or why there is none."""
+
+    @property
+    def fits(self) -> bool:
+        """True if each process has the memory."""
+        return self.memory.total <= FITS * self.placement.memory
+
+    @property
+    def needed(self) -> str:
+        """The memory in words."""
+        return f"{self.memory.total / GIB:.1f} GB of the {self.placement.memory / GIB:.1f} GB of a process"
+
+    @property
+    def speed_alone(self) -> Speed:
+        """Arithmetic of a process that shares its machine with no other."""
+        return speed_of(replace(self.placement, ranks=RankInfo()), self.gpu)
+
+
+def predict(
+    arguments: TrainArguments, env: Mapping[str, str] = os.environ, *, hardware: Hardware | None = None
+) -> Prediction:
+    """Return the prediction for a config. `hardware`: instead of this machine's."""
+    run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage, env=env)
+    launch = resolve_launch(run, arguments, env, num_gpus=None if hardware is None else hardware.count)
+    has_gpu = hardware is not None or torch.cuda.is_available()
+    device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+    rank_info = RankInfo(0, launch.world_size, 0, launch.num_processes, launched=True)
+    gpu = None if hardware is None else hardware.gpu
+    available = memory_of_a_process(rank_info, device) if gpu is None else gpu.memory
+    placement = place(run, rank_info, device, available, gpu=gpu, instructions=bf16_instructions())
+    size = placement.size or measure(run.config)
+    seconds, hours_line = training_time(placement, size, speed_of(placement, gpu))
+    return Prediction(placement, size, placement.predict(size), gpu, seconds, hours_line)
 
 
 def run_plan(
@@ -37,42 +83,43 @@ def run_plan(
 ) -> int:
     """Print the prediction for a config; exit code 0 if it fits, 1 if not. `hardware`: instead of this machine's.
     `give` takes the prediction as a dict."""
-    run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage, env=env)
-    launch = resolve_launch(run, arguments, env, num_gpus=None if hardware is None else hardware.count)
-    has_gpu = hardware is not None or torch.cuda.is_available()
-    device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
-    rank_info = RankInfo(0, launch.world_size, 0, launch.num_processes, launched=True)
-    gpu = None if hardware is None else hardware.gpu
-    available = memory_of_a_process(rank_info, device) if gpu is None else gpu.memory
-    placement = place(run, rank_info, device, available, gpu=gpu, instructions=bf16_instructions())
-    size = placement.size or measure(run.config)
-    memory = placement.predict(size)
+    prediction = predict(arguments, env, hardware=hardware)
+    show(prediction, give)
+    return 0 if prediction.fits else 1
+
+
+def show(prediction: Prediction, give: Callable[[Any], None]) -> None:
+    """Print a prediction in full. `give` takes it as a dict."""
+    placement, size, memory, gpu = prediction.placement, prediction.size, prediction.memory, prediction.gpu
     console = Console(soft_wrap=True, highlight=False)
     console.print(_table(memory, size, placement))
-    for line in (*run.notes, *(run.fsdp_notes if placement.fsdp is not None else ()), *placement.notes):
+    for line in (*placement.run.notes, *_fsdp_notes(placement), *placement.notes):
         console.print(f"note: {line}")
     for name, decision in placement.decisions.items():
         console.print(f"{name}: {decision}")
     console.print(f"graphs: {placement.graphs(size)}")
-    where = str(device) if gpu is None else gpu.name
-    fits = memory.total <= FITS * placement.memory
+    where = str(placement.device) if gpu is None else gpu.name
     console.print(
-        f"needs {memory.total / GIB:.1f} GB of the {placement.memory / GIB:.1f} GB of a process ({where}): "
-        f"{'fits' if fits else 'does not fit'}. Activations are an estimate; the rest follows from the model's shapes."
+        f"needs {prediction.needed} ({where}): {'fits' if prediction.fits else 'does not fit'}. Activations are an "
+        "estimate; the rest follows from the model's shapes."
     )
-    ways = [] if fits else ways_out(placement, size)
+    ways = [] if prediction.fits else ways_out(placement, size)
     for line in ways:
         console.print(f"  {line}")
     give({
-        "fits": fits, "needed_bytes": memory.total, "available_bytes": placement.memory, "device": where,
+        "fits": prediction.fits, "needed_bytes": memory.total, "available_bytes": placement.memory, "device": where,
         "memory_bytes": asdict(memory), "parameters": size.total, "trained_parameters": size.trained,
         "num_processes": placement.ranks.world_size, "num_shards": placement.num_shards, "rows": placement.rows,
         "largest_batch": {one: placement.most_rows(size, one) * placement.ranks.world_size for one in EXCHANGES},
         "decisions": {name: str(decision) for name, decision in placement.decisions.items()}, "ways_out": ways,
+        "seconds": prediction.seconds,
     })  # fmt: skip
     console.print(largest_batch(placement, size))
-    console.print(hours_line(placement, size, speed_of(placement, gpu)))
-    return 0 if fits else 1
+    console.print(prediction.hours_line)
+
+
+def _fsdp_notes(placement: Placement) -> tuple[str, ...]:
+    return () if placement.fsdp is None else tuple(placement.run.fsdp_notes)
 
 
 def ways_out(placement: Placement, size: ModelSize) -> list[str]:
