@@ -238,7 +238,7 @@ def test_a_dry_run_without_the_model_says_so(place, capsys):
     written([{"name": "broad"}, {"name": "check", "evaluate": {"data": "val.jsonl"}}], model_name="some/model")
     assert train("--dry-run") == 0
     table = capsys.readouterr().out.split("==== memory")[1]
-    assert "broad  train     not estimated (some/model is not on this machine)" in table
+    assert "broad  train     not estimated (no files of some/model here; `vembed plan` looks further)" in table
     assert run_process("plan", ["cfg.yaml", "model_name=./nowhere"]) == 2
 
 

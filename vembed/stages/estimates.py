@@ -57,7 +57,7 @@ def road_table(road: Road, arguments: TrainArguments, env: Mapping[str, str]) ->
     def predicted(one: TrainArguments) -> Prediction:
         config = resolve_run(one.source, one.overrides, stage=one.stage, env=env).config
         if of_model(config.model_name, config.model_revision) is None:
-            raise UserError(f"{config.model_name} is not on this machine")
+            raise UserError(f"no files of {config.model_name} here; `vembed plan` looks further")
         from vembed.tools.plan import predict  # imports torch
 
         return predict(one, env)
