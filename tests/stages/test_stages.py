@@ -225,7 +225,9 @@ def test_a_plan_of_every_stage(place, capsys):
     assert told.count("hours: about ") == 2
     assert "of a matrix product here (cpu)" in told
     _, broad, negatives, sharp, check, other, total = told.split("==== memory")[1].splitlines()[1:]
-    assert all(line.endswith(("below 1 s", "(encoding)")) for line in (broad, sharp, negatives, check))
+    assert broad.endswith(": fits  below 1 s")
+    assert sharp.endswith(": fits  below 1 s (without the negatives that are to be mined)")
+    assert negatives.endswith("(encoding)") and check.endswith("(encoding)")
     assert " GB (weights), and micro-batches" in negatives and other.endswith("not estimated")
     assert total.endswith("below 1 s, without the 1 not estimated")
     assert all(one["fits"] and one["seconds"] < 60 for one in json.loads(Path("plan.json").read_text()))

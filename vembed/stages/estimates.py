@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
-from vembed.config.stages import Road, Step
+from vembed.config.stages import MINED, Road, Step
 from vembed.errors import UserError
 from vembed.progress import duration
 from vembed.training.fingerprints import of_model
@@ -22,6 +22,7 @@ Show = Callable[["Prediction"], None]
 
 GIB = 2**30
 UNKNOWN = "not estimated"
+WITHOUT_MINED = " (without the negatives that are to be mined)"
 COLUMNS = ("stage", "step", "memory", "time")
 
 
@@ -83,9 +84,12 @@ def estimates(
         if before is not None and "model_name" not in step.block:
             one = replace(one, overrides=(*one.overrides, f"model_name={models[before.name]}"))
         models[step.name] = resolve_run(one.source, one.overrides, stage=step.name).config.model_name
+        unmined = _data_before_mining(road, step)
+        if unmined is not None:
+            one = replace(one, overrides=(*one.overrides, f"data_path={unmined}"))
         try:
             newest = predict(one)
-            found.append(_of_training(step, newest))
+            found.append(_of_training(step, newest, WITHOUT_MINED if unmined is not None else ""))
         except UserError as error:
             if not skips_missing:
                 raise
@@ -106,11 +110,20 @@ def table(found: Sequence[Estimate]) -> str:
     return "==== memory of each process and time of each step, estimated\n" + "\n".join(lines) + "\n"
 
 
-def _of_training(step: Step, prediction: Prediction) -> Estimate:
+def _data_before_mining(road: Road, step: Step) -> str | None:
+    """Return the file that is mined for a training, while its own data, which come from that step, are not there."""
+    mined = road.mined_before(step.name)
+    if mined is None or "data_path" in step.block or (road.folder(mined.name) / MINED).is_file():
+        return None
+    data = mined.options().get("data_path")
+    return data if isinstance(data, str) else None
+
+
+def _of_training(step: Step, prediction: Prediction, remark: str) -> Estimate:
     memory = f"{prediction.needed}: {'fits' if prediction.fits else 'does not fit'}"
     if prediction.seconds is None:
         return Estimate(step, memory, fits=prediction.fits)
-    return Estimate(step, memory, _about(prediction.seconds), prediction.seconds, prediction.fits)
+    return Estimate(step, memory, _about(prediction.seconds) + remark, prediction.seconds, prediction.fits)
 
 
 def _between(step: Step, newest: Prediction | None) -> Estimate:
