@@ -30,7 +30,7 @@ BUDGETS = (32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What each process of a run needs, and how long the run takes, from the model's shapes alone."""
+    """Prediction of the memory of each process of a run and of its time, from the shapes of its model alone."""
 
     placement: Placement
     size: ModelSize
