@@ -19,6 +19,9 @@ from vembed.tools.demo import demo_model
 from vembed.tools.demo_data import Pair, split_by_module, standard_library_pairs, write_pairs
 
 NUM_VAL = 300
+NUM_FUNCTIONS = 2500
+"""Functions of the training modules: some of them with their docstrings are the pairs, and all of them the texts."""
+MAX_LENGTH = 64
 Row = dict[str, Any]
 
 
@@ -37,44 +40,52 @@ def student_of(model: Path, folder: Path, num_layers: int = 2) -> Path:
 
 
 def with_false_negatives(pairs: list[Pair]) -> list[Row]:
-    """Return rows whose hard negative is their positive in other words: the same function, its lines joined."""
-    return [
-        {
-            "query": pair.query,
-            "positive": pair.positive,
-            "negatives": [" ; ".join(pair.positive.split("\n")[1:]) or "pass"],
-        }
-        for pair in pairs
-    ]
+    """Return rows whose hard negative is an answer too: the same function with its docstring."""
+    rows = []
+    for pair in pairs:
+        head, _, body = pair.positive.partition("\n")
+        again = f'{head}\n    """{pair.query}"""\n{body}'
+        rows.append({"query": pair.query, "positive": pair.positive, "negatives": [again]})
+    return rows
 
 
 def train(folder: Path, rows: list[Row], val: list[Pair], seed: int, **options: Any) -> float:
     """Return nDCG@10 on modules outside the training data."""
     rows = list(rows)
     random.Random(seed).shuffle(rows)
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write(rows, folder / "train.jsonl")
     write_pairs(val, folder / "val.jsonl")
     output = folder / "out"
     shutil.rmtree(output, ignore_errors=True)
     settings = {
         "data_path": str(folder / "train.jsonl"), "val_data_path": str(folder / "val.jsonl"), "output_dir": str(output),
-        "max_length": 64, "console": "quiet", "eval_before": False, "report_to": [], "seed": seed, **options,
+        "max_length": MAX_LENGTH, "console": "quiet", "eval_before": False, "eval_steps": None, "save_steps": None, "report_to": [], "seed": seed,
+        **options,
     }  # fmt: skip
     return float(vembed.train(settings).metrics["ndcg@10"])
 
 
-def losses_of(teacher: str) -> dict[str, list[dict[str, Any]] | None]:
-    """Return the losses of each student."""
-    infonce = {"loss": "infonce"}
-    kl = {"loss": "kl", "teacher": teacher, "distill_candidates": "batch"}
-    relational = {"loss": "relational", "teacher": teacher, "weight": 30.0}
-    embedding = {"loss": "embedding", "teacher": teacher, "weight": 10.0}
+def write(rows: list[Row], path: Path) -> None:
+    """Write one JSON object per line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def students(folder: Path, teacher: str, batch: int) -> dict[str, dict[str, Any]]:
+    """Return the options of each student: without a teacher, with one on the same pairs, and with one on texts too."""
+    embedding = {"loss": "embedding", "weight": 20.0}
+    losses = [{"loss": "infonce"}, embedding]
+    taught = {"teachers": [{"model": teacher, "max_length": MAX_LENGTH}]}
+    sources = [
+        {"path": str(folder / "train.jsonl"), "name": "pairs", "losses": losses},
+        {"path": str(folder / "texts.jsonl"), "name": "texts", "losses": [embedding], "batch_size": 2 * batch},
+    ]
     return {
-        "infonce": None,
-        "infonce, kl": [infonce, {**kl, "weight": 3.0}],
-        "infonce, relational, kl": [infonce, relational, kl],
-        "infonce, embedding, kl": [infonce, embedding, kl],
-    }
+        "infonce": {},
+        "infonce and embedding": {**taught, "losses": losses},
+        "the same, and texts without pairs": {
+            **taught, "data_path": sources, "homogeneous_batches": True, "sampling": "round_robin",
+        },
+    }  # fmt: skip
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -82,23 +93,27 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=96, help="of a student; a quarter of it with false negatives")
-    parser.add_argument("--pairs", type=int, default=512, help="pairs that a student learns from, in several epochs")
+    parser.add_argument("--pairs", type=int, default=256, help="pairs that a student learns from, in several epochs")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--variant", action="append", type=int, help="numbers of lines of the table; default: all")
     arguments = parser.parse_args(words)
     print(machine() + "\n", flush=True)
     teacher, few = str(demo_model()), arguments.steps // 4
-    pairs, val = split_by_module(standard_library_pairs(), max(arguments.pairs, arguments.batch * few), NUM_VAL)
-    plain: list[Row] = [{"query": pair.query, "positive": pair.positive} for pair in pairs[: arguments.pairs]]
-    wrong = with_false_negatives(pairs[: arguments.batch * few])
+    functions, val = split_by_module(standard_library_pairs(), NUM_FUNCTIONS, NUM_VAL)
+    plain: list[Row] = [
+        {"query": pair.query, "positive": pair.positive}
+        for pair in functions[:: NUM_FUNCTIONS // arguments.pairs][: arguments.pairs]
+    ]
+    wrong = with_false_negatives(random.Random(0).sample(functions, arguments.batch * few))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         student = str(student_of(Path(teacher), folder / "student"))
+        write([{"text": text} for one in functions for text in (one.query, one.positive)], folder / "texts.jsonl")
         variants: dict[str, tuple[list[Row], dict[str, Any]]] = {
-            f"student, {label}": (plain, {"max_steps": arguments.steps, "losses": losses})
-            for label, losses in losses_of(teacher).items()
+            f"student, {label}": (plain, {"max_steps": arguments.steps, **options})
+            for label, options in students(folder, teacher, arguments.batch).items()
         }
-        guided = {"guide": teacher, "guide_margin": 0.1}
+        guided = {"guide": teacher, "guide_margin": 0.05}
         variants["false negatives, no guide"] = (wrong, {"max_steps": few})
         variants["false negatives, guide"] = (wrong, {"max_steps": few, **guided})
         common = {"batch_size": arguments.batch, "model_name": student, "learning_rate": 5e-4}

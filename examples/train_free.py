@@ -29,6 +29,7 @@ from vembed.training.callbacks import StepInfo
 
 NUM_VALIDATION = 200
 NUM_COMPARED = 64
+SCORES = (("pretrain", "before/ndcg@10"), ("embed", "ndcg@10"))
 
 
 def main() -> None:
@@ -53,21 +54,29 @@ def main() -> None:
     if given.baseline:
         options.append(f"model_config={json.dumps({**config['model_config'], 'use_latent': False})}")
     pretrained = output / "pretrain"
+    options.append(f"val_data_path={data / 'validation.jsonl'}")
     stages = {
         "pretrain": [f"data_path={data / 'texts.jsonl'}", f"output_dir={pretrained}"],
         "embed": [
             f"data_path={data / 'pairs.jsonl'}",
-            f"val_data_path={data / 'validation.jsonl'}",
             f"output_dir={output / 'embed'}",
             f"model_name={pretrained / 'final'}",
         ],
     }
+    results = {}
     for name, more in stages.items():
-        result = vembed.train(given.config, [f"stage={name}", *more, *options], on_step=show if rank == 0 else None)
+        if given.baseline:  # without Z there is no kl
+            weights = config["training_stages"][name].get("auxiliary_losses", {})
+            kept = {loss: weight for loss, weight in weights.items() if loss != "kl"}
+            more.append(f"auxiliary_losses={json.dumps(kept)}")
+        on_step = show if rank == 0 else None
+        results[name] = vembed.train(given.config, [f"stage={name}", *more, *options], on_step=on_step)
         if rank == 0 and name == "pretrain" and not given.baseline:
-            print(use_of_latent(result.model_dir, config["model_config"], data))
+            print(use_of_latent(results[name].model_dir, config["model_config"], data))
     if rank == 0:
-        print(f"model: {result.model_dir}")
+        before, after = (results[name].metrics[key] for name, key in SCORES)
+        print(f"embedding: nDCG@10 {after:.4f}, and {before:.4f} before all training")
+        print(f"model: {results['embed'].model_dir}")
 
 
 def show(info: StepInfo) -> None:
