@@ -21,7 +21,7 @@ from vembed.tools.demo_data import Pair, split_by_module, standard_library_pairs
 NUM_VAL = 300
 NUM_FUNCTIONS = 2500
 """Functions of the training modules: some of them with their docstrings are the pairs, and all of them the texts."""
-MAX_LENGTH = 64
+MAX_LENGTH = 32
 Row = dict[str, Any]
 
 
@@ -59,8 +59,8 @@ def train(folder: Path, rows: list[Row], val: list[Pair], seed: int, **options: 
     shutil.rmtree(output, ignore_errors=True)
     settings = {
         "data_path": str(folder / "train.jsonl"), "val_data_path": str(folder / "val.jsonl"), "output_dir": str(output),
-        "max_length": MAX_LENGTH, "console": "quiet", "eval_before": False, "eval_steps": None, "save_steps": None, "report_to": [], "seed": seed,
-        **options,
+        "max_length": MAX_LENGTH, "console": "quiet", "eval_before": False, "eval_steps": None, "save_steps": None,
+        "report_to": [], "seed": seed, **options,
     }  # fmt: skip
     return float(vembed.train(settings).metrics["ndcg@10"])
 
@@ -92,13 +92,13 @@ def main(words: Sequence[str] | None = None) -> None:
     """Print nDCG@10 of each variant by seed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=96, help="of a student; a quarter of it with false negatives")
-    parser.add_argument("--pairs", type=int, default=256, help="pairs that a student learns from, in several epochs")
+    parser.add_argument("--steps", type=int, default=48, help="of a student; a third of it with false negatives")
+    parser.add_argument("--pairs", type=int, default=64, help="pairs that a student learns from, in several epochs")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--variant", action="append", type=int, help="numbers of lines of the table; default: all")
     arguments = parser.parse_args(words)
     print(machine() + "\n", flush=True)
-    teacher, few = str(demo_model()), arguments.steps // 4
+    teacher, few = str(demo_model()), arguments.steps // 3
     functions, val = split_by_module(standard_library_pairs(), NUM_FUNCTIONS, NUM_VAL)
     plain: list[Row] = [
         {"query": pair.query, "positive": pair.positive}
@@ -113,9 +113,9 @@ def main(words: Sequence[str] | None = None) -> None:
             f"student, {label}": (plain, {"max_steps": arguments.steps, **options})
             for label, options in students(folder, teacher, arguments.batch).items()
         }
-        guided = {"guide": teacher, "guide_margin": 0.05}
+        guided = {"teachers": [{"model": teacher, "name": "guide", "max_length": MAX_LENGTH}], "guide": "guide"}
         variants["false negatives, no guide"] = (wrong, {"max_steps": few})
-        variants["false negatives, guide"] = (wrong, {"max_steps": few, **guided})
+        variants["false negatives, guide"] = (wrong, {"max_steps": few, "guide_margin": 0.05, **guided})
         common = {"batch_size": arguments.batch, "model_name": student, "learning_rate": 5e-4}
         print("| variant | " + " | ".join(f"seed {seed}" for seed in range(arguments.seeds)) + " | mean |")
         print("|---|" + "---|" * (arguments.seeds + 1), flush=True)
