@@ -134,7 +134,8 @@ footer { margin-top: 3.5rem; padding-top: 1rem; border-top: 1px solid var(--line
   font-size: .85rem; }
 @media (max-width: 30rem) { main { padding: 2rem 1.1rem 3rem; } section { margin-top: 2.4rem; }
   dl { grid-template-columns: 1fr; } dt { padding-bottom: 0; } dd { border-top: 0; padding-top: .1rem; }
-  table { font-size: .94rem; } th, td { padding-left: .55rem; } .plain td:first-child { white-space: normal; } }
+  table { font-size: .94rem; } th, td { padding-left: .55rem; } .plain td:first-child { white-space: normal; }
+  td.interval { min-width: 4.6rem; } }
 @media (max-width: 46rem) { .queries thead { display: none; } .queries tr { display: block; padding: .6rem 0;
   border-top: 1px solid var(--line); } .queries td { display: block; padding: .2rem 0; border: 0; }
   .queries td::before { content: attr(data-name); display: block; color: var(--ink-soft); font-size: .8rem; } }
