@@ -59,6 +59,7 @@ def test_resuming_a_finished_run_with_nothing_left_changes_no_file(
     done = vembed("train", run, "--resume", words[0])
     assert done.code == 0, done.err
     assert "nothing is left to train: a finished run (7 steps" in done.out
+    assert "-> auto" not in done.out, "what is decided again has not changed"
     assert contents("run") == before
 
 

@@ -67,6 +67,14 @@ def test_a_csv_as_excel_saves_it_is_copied_to_utf8(vembed: Command, faq: str, en
     )
 
 
+def test_data_in_the_place_of_a_config_lead_to_init(vembed: Command, faq: str) -> None:
+    done = vembed("data", faq)
+    assert done.code == 2 and "Of data, `vembed init --data faq.csv` makes one." in done.err
+    Path("own.csv").write_text("Fr\u00e4ge;L\u00f6sung\na;b\n", encoding="cp1252")
+    done = vembed("train", f"model_name={shared(tiny_bert)}", "data_path=own.csv")
+    assert done.code == 2 and "save the file as UTF-8, or let `vembed init --data` make such a copy" in done.err
+
+
 def test_a_csv_in_another_encoding_is_refused(vembed: Command, faq: str) -> None:
     damaged = Path(faq).read_bytes().replace(b"Best\xc3\xa4tigen", b"Best\xe4tigen", 1)
     line = damaged[: damaged.index(b"Best\xe4tigen")].count(b"\n") + 1

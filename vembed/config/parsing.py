@@ -68,7 +68,9 @@ def read_tree(path: Path) -> Node:
     readers = {".yaml": parse_yaml, ".yml": parse_yaml, ".toml": parse_toml, ".json": parse_json}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise UserError(f"{path}: a config file ends in .yaml, .yml, .toml or .json.")
+        is_data = path.suffix.lower() in (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+        hint = f" Of data, `vembed init --data {path}` makes one." if is_data else ""
+        raise UserError(f"{path}: a config file ends in .yaml, .yml, .toml or .json.{hint}")
     return reader(_read_text(path), str(path))
 
 

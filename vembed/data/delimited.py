@@ -37,7 +37,8 @@ class DelimitedFile(TextFile):
         start, size, number, problem = next(self._spans(self._begin, 1), (0, 0, 1, "there is none"))
         header = BadRecord(problem) if problem else self._row(self._bytes(start, size))
         if isinstance(header, BadRecord):
-            raise UserError(f"{self.where(number)}: the header cannot be read: {header}")
+            hint = ", or let `vembed init --data` make such a copy" if "not UTF-8" in str(header) else ""
+            raise UserError(f"{self.where(number)}: the header cannot be read: {header}{hint}")
         self._header = header
         self._data = start + size, number + self._bytes(start, size).count(b"\n")
         self._check_header(columns)

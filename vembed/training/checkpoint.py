@@ -206,7 +206,9 @@ class Checkpointer:
                 log.warning("resume_anyway: going on although the settings differ: %s", "; ".join(forbidden))
         else:
             refuse(differences, str(directory))
-        changed = [str(one) for one in differences if one.is_allowed and one.name not in ("resume", "output_dir")]
+        # What is auto now is decided again, later.
+        shown = [one for one in differences if one.name not in ("resume", "output_dir") and one.now != "auto"]
+        changed = [str(one) for one in shown if one.is_allowed]
         if changed:
             log.info("settings changed since the checkpoint: %s", "; ".join(changed))
 
