@@ -5,8 +5,9 @@ import json
 import pytest
 
 from vembed.config.schema import TrainConfig
-from vembed.data.examples import Example, Item
+from vembed.data.examples import Example, Item, ReadAs
 from vembed.errors import UserError
+from vembed.evaluation.corpus import Corpus
 from vembed.evaluation.dataset import RetrievalData, ScoredPairs, from_examples, open_eval_data
 
 
@@ -153,6 +154,39 @@ def test_qrels_as_trec_eval_has_them(tmp_path):
     folder = beir(tmp_path, [])
     (folder / "qrels" / "test.tsv").write_text("q1 0 d1 2\nq1 0 d2 0\n2 Q0 d3 1\n")
     assert found(opened(folder)) == {"first": {"Title of one": 2}, "second": {"three": 1}}
+
+
+def test_texts_of_a_corpus_stay_in_their_file(tmp_path):
+    documents = [{"_id": f"d{number}", "text": f"text {number % 60} " + "word " * number} for number in range(100)]
+    folder = beir(tmp_path, [f"q1\td{number}\t1" for number in (3, 70, 99)], corpus=documents)
+    data = opened(folder)
+    assert isinstance(data.documents, Corpus)
+    expected = [Item(text=one["text"].strip()) for one in documents]
+    assert list(data.documents) == expected
+    assert list(data.documents[98:]) == expected[98:]
+    assert data.documents.keys.tolist() == [one.key() for one in expected]
+    assert data.documents.lengths.tolist() == [len(one.text) for one in expected]
+    assert data.relevance == ({3: 1, 70: 1, 99: 1},)
+    assert sum(rows.nbytes for rows in data.documents._rows.values()) <= 28 * len(documents)
+    read_as = data.read_as(ReadAs(document_prompt="passage: ", max_length=8))
+    assert read_as.documents[5] == Item(text=expected[5].text, prompt="passage: ", max_length=8)
+    lines = (folder / "corpus.jsonl").read_text()
+    (folder / "corpus.jsonl").write_text(lines.replace("text 5 ", "text 6 "))
+    assert data.documents[4] == expected[4]
+    with pytest.raises(UserError, match=r"corpus\.jsonl has changed since it was opened"):
+        data.documents[5]
+
+
+def test_names_and_contents_that_occur_twice_in_a_corpus(tmp_path):
+    documents = [{"_id": name, "text": text} for name, text in (("a", "1"), ("b", "2"), ("c", "1"), ("b", "3"))]
+    folder = beir(tmp_path, ["q1\tb\t1", "2\tc\t2", "2\td\t1"], corpus=[*documents, {"_id": "e"}, {"text": "4"}])
+    with pytest.raises(UserError) as caught:
+        opened(folder)
+    said = [line.rpartition("corpus.jsonl")[2] for line in str(caught.value).splitlines() if "corpus.jsonl:" in line]
+    assert said == [":4: _id b occurs twice", ":5: e has no text", ":6: no field _id"]
+    data = opened(folder, on_bad_record="skip")
+    assert found(data) == {"first": {"2": 1}, "second": {"1": 2}}
+    assert data.notes[-1] == "joined 1 documents with equal content"
 
 
 def test_choice_of_qrels(tmp_path):

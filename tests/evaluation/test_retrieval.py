@@ -14,7 +14,7 @@ from vembed.distributed import collectives
 from vembed.distributed.session import start_session
 from vembed.evaluation import retrieval
 from vembed.evaluation.dataset import RetrievalData
-from vembed.evaluation.retrieval import own_documents, retrieval_metrics, score_rankings, top_k
+from vembed.evaluation.retrieval import TopK, own_documents, retrieval_metrics, score_rankings, top_k
 
 
 def data_of(num_queries, num_documents, relevance):
@@ -55,6 +55,23 @@ def test_top_k_is_exact_and_breaks_ties_by_index(data):
         patch.setattr(retrieval, "DOCUMENT_TILE", 4)
         found = top_k(queries, documents, k, excluded=excluded)
     assert found.tolist() == plain_top_k(queries, documents, k, excluded)
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_documents_may_arrive_in_any_order_and_in_pieces(data):
+    num_documents = data.draw(st.integers(1, 15))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    queries, documents = (rng.integers(-2, 3, (rows, 2)).astype(np.float32) for rows in (4, num_documents))
+    excluded = rng.integers(-1, num_documents, 4)
+    order, cut = rng.permutation(num_documents), data.draw(st.integers(0, num_documents))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrieval, "QUERY_TILE", 3)
+        patch.setattr(retrieval, "DOCUMENT_TILE", 4)
+        found = TopK(queries, 5, num_documents, excluded=excluded)
+        for numbers in (order[:cut], order[cut:]):
+            found.add(documents[numbers], numbers)
+    assert found.rankings().tolist() == plain_top_k(queries, documents, 5, excluded)
 
 
 def test_top_k_of_real_numbers_with_negative_scores_and_both_zeros():

@@ -13,7 +13,9 @@ from vembed import Embedder, UserError, evaluate
 from vembed.config.schema import TrainConfig
 from vembed.distributed.session import start_session
 from vembed.evaluation.dataset import from_examples, open_eval_data
+from vembed.evaluation.retrieval import RetrievalSearch
 from vembed.evaluation.scores import deciding_metric, evaluate_model
+from vembed.inference import encoding
 
 WORDS = ("red", "green", "blue", "small", "large", "old", "new", "fast", "slow", "warm", "cold", "cat", "dog", "bird")
 
@@ -63,6 +65,34 @@ def test_an_open_model_and_open_data(tmp_path):
     model = Embedder(shared(tiny_bert_st), device="cpu")
     data = open_eval_data(TrainConfig(model_name="m", data_path="d"), str(tmp_path / "val.jsonl"))
     assert evaluate(model, data) == evaluate(shared(tiny_bert_st), tmp_path / "val.jsonl", device="cpu")
+
+
+def test_documents_are_searched_chunk_by_chunk_and_never_held_together(tmp_path, monkeypatch):
+    model = Embedder(shared(tiny_bert_st), device="cpu")
+    texts = {"queries": [sentence(i) for i in range(15)], "corpus": [sentence(90 + i, i % 7 + 1) for i in range(50)]}
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels" / "test.tsv").write_text("".join(f"{i}\t{2 * i}\t1\n" for i in range(15)))
+    for name, own in texts.items():
+        lines = (json.dumps({"_id": i, "text": text}) for i, text in enumerate(own))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    given = []
+    original = RetrievalSearch.add
+    monkeypatch.setattr(encoding, "CHUNK", 8)
+
+    def add(self, rows, numbers):
+        given.append((rows, numbers))
+        original(self, rows, numbers)
+
+    monkeypatch.setattr(RetrievalSearch, "add", add)
+    scores = evaluate(model, tmp_path, dims=[8])
+    assert {"ndcg@10", "dim8/ndcg@10"} <= set(scores)
+    assert max(len(rows) for rows, _ in given) == 8
+    distinct = list(dict.fromkeys(texts["corpus"]))
+    numbers = np.concatenate([numbers for _, numbers in given])
+    assert sorted(numbers) == list(range(len(distinct)))
+    found = np.concatenate([rows for rows, _ in given])
+    expected = model.encode([distinct[number] for number in numbers], kind="document", normalize=False)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_scored_pairs(tmp_path):

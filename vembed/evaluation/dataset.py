@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from vembed.config.schema import TrainConfig
-from vembed.data.examples import BadRecord, Example, Item, ReadAs
+from vembed.data.examples import Example, Item, ReadAs
 from vembed.data.readers import JsonLines
 from vembed.data.sources import open_examples
 from vembed.errors import UserError
+from vembed.evaluation.corpus import Corpus, Identities, identified_text, read_corpus
 
 Task = Literal["auto", "retrieval", "similarity"]
 
@@ -28,7 +29,8 @@ class RetrievalData:
 
     name: str
     queries: tuple[Item, ...]
-    documents: tuple[Item, ...]
+    documents: Sequence[Item]
+    """A Corpus, whose texts stay in their file, if the data are a BEIR-style folder."""
     relevance: tuple[dict[int, int], ...]
     """Per query: document index -> grade, 1 or more. Unlisted documents are not relevant."""
     notes: tuple[str, ...] = field(default=())
@@ -46,8 +48,13 @@ class RetrievalData:
 
     def read_as(self, settings: ReadAs) -> RetrievalData:
         """Return the data with the prompts and the length of a source on their items."""
-        queries, documents = map(settings.query, self.queries), map(settings.document, self.documents)
-        return self if settings == ReadAs() else replace(self, queries=tuple(queries), documents=tuple(documents))
+        if settings == ReadAs():
+            return self
+        if isinstance(self.documents, Corpus):
+            documents: Sequence[Item] = self.documents.read_as(settings)
+        else:
+            documents = tuple(map(settings.document, self.documents))
+        return replace(self, queries=tuple(map(settings.query, self.queries)), documents=documents)
 
     def summary(self) -> str:
         """Return one line for logs and the report."""
@@ -126,16 +133,17 @@ def from_examples(examples: Sequence[Example], name: str, task: Task = "auto") -
         scores = one.scores or (1.0,) * len(one.positives)
         for positive, score in zip(one.positives, scores, strict=True):
             table.add(one.query, positive, _grade(score, top, whole))
-    return table.finish(name)
+    return table.finish(name, tuple(item for _, item in table.documents.values()))
 
 
 def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> RetrievalData:
     """Read a BEIR-style folder: every document of `corpus.jsonl`, and the queries with a relevant document in
     `qrels`."""
     problems: list[str] = []
-    documents = _read_texts(folder / "corpus.jsonl", problems)
+    with _readable(folder / "corpus.jsonl"):
+        corpus = read_corpus(folder / "corpus.jsonl", problems)
     queries = _read_texts(folder / "queries.jsonl", problems)
-    judgements = list(_read_qrels(qrels, queries, documents, problems))
+    judgements = list(_read_qrels(qrels, queries, corpus.identities, problems))
     if problems and not skip_bad:
         more = f" and {len(problems) - NUM_PROBLEMS_SHOWN:,d} more" if len(problems) > NUM_PROBLEMS_SHOWN else ""
         raise UserError(
@@ -144,12 +152,11 @@ def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> Retrieval
             + more
         )
     table = _RetrievalTable()
-    for item in documents.values():
-        table.document(item)
-    for query_id, document_id, grade in judgements:
-        table.add(queries[query_id], documents[document_id], grade)
+    table.num_joined = corpus.num_joined
+    for query_id, document, grade in judgements:
+        table.judge(queries[query_id], document, grade)
     notes = (f"left out {len(problems):,d} bad records, the first: {problems[0]}",) if problems else ()
-    return table.finish(f"{folder} ({qrels.name})", notes)
+    return table.finish(f"{folder} ({qrels.name})", corpus.documents, notes)
 
 
 class _RetrievalTable:
@@ -169,14 +176,16 @@ class _RetrievalTable:
 
     def add(self, query: Item, document: Item, grade: int) -> None:
         known = self.documents.get(document.key())
-        index = known[0] if known else self.document(document)
+        self.judge(query, known[0] if known else self.document(document), grade)
+
+    def judge(self, query: Item, document: int, grade: int) -> None:
         if grade > 0:
             key = query.key()
             self.queries.setdefault(key, query)
             grades = self.grades.setdefault(key, {})
-            grades[index] = max(grade, grades.get(index, 0))
+            grades[document] = max(grade, grades.get(document, 0))
 
-    def finish(self, name: str, notes: tuple[str, ...] = ()) -> RetrievalData:
+    def finish(self, name: str, documents: Sequence[Item], notes: tuple[str, ...] = ()) -> RetrievalData:
         if not self.queries:
             raise UserError(f"{name} has no query with a relevant document, so there is nothing to evaluate on")
         if self.num_joined:
@@ -184,7 +193,7 @@ class _RetrievalTable:
         return RetrievalData(
             name=name,
             queries=tuple(self.queries.values()),
-            documents=tuple(item for _, item in self.documents.values()),
+            documents=documents,
             relevance=tuple(self.grades.values()),
             notes=notes,
         )
@@ -232,31 +241,20 @@ def _read_texts(path: Path, problems: list[str]) -> dict[str, Item]:
     with _readable(path):
         reader = JsonLines(path)
     for _, _, number, record in reader.scan():
-        where = reader.where(number)
-        if isinstance(record, BadRecord):
-            problems.append(f"{where}: {record}")
-            continue
-        identity = record.get("_id") if isinstance(record, dict) else None
-        if isinstance(identity, bool) or not isinstance(identity, str | int):
-            problems.append(f"{where}: no field _id")
-        elif not (text := titled_text(record)):
-            problems.append(f"{where}: {identity} has no text")
-        elif str(identity) in items:
-            problems.append(f"{where}: _id {identity} occurs twice")
+        where, given = reader.where(number), identified_text(record)
+        if isinstance(given, str):
+            problems.append(f"{where}: {given}")
+        elif given[0] in items:
+            problems.append(f"{where}: _id {given[0]} occurs twice")
         else:
-            items[str(identity)] = Item(text=text)
+            items[given[0]] = Item(text=given[1])
     return items
 
 
-def titled_text(record: dict[str, Any]) -> str:
-    """Return title and text of a document joined by a space, as BEIR encodes them; just one if the other is empty."""
-    parts = [record.get("title"), record.get("text")]
-    return " ".join(part for part in parts if isinstance(part, str) and part).strip()
-
-
 def _read_qrels(
-    path: Path, queries: dict[str, Item], documents: dict[str, Item], problems: list[str]
-) -> Iterator[tuple[str, str, int]]:
+    path: Path, queries: dict[str, Item], documents: Identities, problems: list[str]
+) -> Iterator[tuple[str, int, int]]:
+    """Yield queries, the numbers of documents, and grades."""
     for number, line in _lines(path):
         fields = line.split("\t")
         if len(fields) == 1 and len(words := line.split()) == 4:
@@ -268,10 +266,10 @@ def _read_qrels(
             problems.append(f"{where}: not query-id, corpus-id and a whole score, separated by tabs")
         elif fields[0] not in queries:
             problems.append(f"{where}: query {fields[0]} is not in queries.jsonl")
-        elif fields[1] not in documents:
+        elif (document := documents.find(fields[1])) is None:
             problems.append(f"{where}: document {fields[1]} is not in corpus.jsonl")
         else:
-            yield fields[0], fields[1], int(fields[2])
+            yield fields[0], document, int(fields[2])
 
 
 def _is_whole(text: str) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from vembed.distributed import collectives
 from vembed.distributed.devices import matmul_precision
 from vembed.distributed.session import Session
+from vembed.evaluation.corpus import Corpus
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
 from vembed.inference.encoding import Between, first_dims
@@ -37,80 +38,116 @@ def retrieval_metrics(
     between: Between | None = None,
     queries: QueryResults | None = None,
 ) -> dict[str, float]:
-    """Return `ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings, and `dim<d>/ndcg@k` for their first d
-    coordinates, normalised first if `normalize`. A document with the query's own content is excluded unless the data
-    mark it as relevant.
+    """Return the scores of a `RetrievalSearch` in all documents at once."""
+    search = RetrievalSearch(queries_QD, data, ks, dims, normalize=normalize, session=session, between=between)
+    search.add(documents_ND, np.arange(len(documents_ND)))
+    return search.scores(queries)
 
-    With a session of several ranks it is collective: every rank passes the same embeddings, searches for a part of the
-    queries, and gets the same scores. `between` is called after each tile, equally often on all ranks. `queries` gets
-    the results of each query, for the whole embeddings.
+
+class RetrievalSearch:
+    """The first documents of every query, for the embeddings and for their first coordinates, while documents arrive.
+
+    A document with the query's own content is excluded unless the data mark it as relevant. With a session of several
+    ranks it is collective: every rank passes the same embeddings, searches for a part of the queries, and gets the
+    same scores. `between` is called after each tile, equally often on all ranks.
     """
-    excluded = own_documents(data)
-    full = queries_QD.shape[1]
-    scores: dict[str, float] = {}
-    means: dict[int, dict[str, float]] = {}
-    for dim in dict.fromkeys([full, *dims]):
-        first, second = (first_dims(matrix, dim, normalize) for matrix in (queries_QD, documents_ND))
-        keep = queries if dim == full else None
-        means[dim] = _mean_over_ranks(
-            first, second, data, ks, excluded=excluded, session=session, between=between, keep=keep
-        )
-    scores.update(means[full])
-    for dim in dims:
-        scores.update({f"dim{dim}/{name}": value for name, value in means[dim].items()})
-    return scores
+
+    def __init__(
+        self,
+        queries_QD: np.ndarray,
+        data: RetrievalData,
+        ks: Sequence[int],
+        dims: Sequence[int] = (),
+        *,
+        normalize: bool = True,
+        session: Session | None = None,
+        between: Between | None = None,
+    ) -> None:
+        """`dims`: further sizes; each is normalised after the cut, if `normalize`."""
+        self._data, self._ks, self._dims, self._normalize = data, ks, dims, normalize
+        rank, self._world_size = (session.rank, session.world_size) if session else (0, 1)
+        self._device = session.device if session else torch.device("cpu")
+        tiles = np.arange(len(queries_QD)) // QUERY_TILE
+        self._owners = [np.flatnonzero(tiles % self._world_size == one) for one in range(self._world_size)]
+        self._own = self._owners[rank]
+        excluded = own_documents(data)[self._own]
+        self._full = queries_QD.shape[1]
+        self._found = {
+            dim: TopK(
+                first_dims(queries_QD[self._own], dim, normalize),
+                max(ks),
+                len(data.documents),
+                excluded=excluded,
+                device=self._device,
+                in_step_with=max(map(len, self._owners)),
+                between=between,
+            )
+            for dim in dict.fromkeys([self._full, *dims])
+        }
+
+    def add(self, documents_ND: np.ndarray, numbers_N: np.ndarray) -> None:
+        """Search in some documents, which have these numbers in the data."""
+        for dim, found in self._found.items():
+            for start in range(0, len(documents_ND), DOCUMENT_TILE):
+                tile = slice(start, start + DOCUMENT_TILE)
+                found.add(first_dims(documents_ND[tile], dim, self._normalize), numbers_N[tile])
+
+    def scores(self, queries: QueryResults | None = None) -> dict[str, float]:
+        """Return `ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings, and `dim<d>/ndcg@k` for the further
+        sizes. `queries` gets the results of each query, for the whole embeddings."""
+        means = {
+            dim: self._mean(found.rankings(), queries if dim == self._full else None)
+            for dim, found in self._found.items()
+        }
+        scores = dict(means[self._full])
+        for dim in self._dims:
+            scores.update({f"dim{dim}/{name}": value for name, value in means[dim].items()})
+        return scores
+
+    def _mean(self, rankings: np.ndarray, keep: QueryResults | None) -> dict[str, float]:
+        relevance = [self._data.relevance[index] for index in self._own]
+        names, values = score_rankings(rankings, relevance, self._ks)
+        # Sum in the order of the queries, so that rounding does not depend on the number of processes.
+        by_query = self._gathered(values)
+        if keep is not None:
+            keep.names, keep.values = names, by_query
+            keep.found = self._gathered(np.ascontiguousarray(rankings[:, :NUM_FOUND]))
+        return dict(zip(names, by_query.mean(axis=0).tolist(), strict=True))
+
+    def _gathered(self, own: np.ndarray) -> np.ndarray:
+        """Return the rows of all queries in their order, from those of each rank's queries."""
+        rows = torch.from_numpy(own)
+        if self._world_size > 1:
+            counts = [len(one) for one in self._owners]
+            rows = collectives.all_gather_rows(rows.to(self._device), counts).cpu()
+        order = np.concatenate(self._owners)
+        found = np.empty((len(order), own.shape[1]), own.dtype)
+        found[order] = rows.numpy()
+        return found
 
 
 def own_documents(data: RetrievalData) -> np.ndarray:
     """Return, per query, the index of the document with the query's own content if it is not relevant, otherwise -1."""
-    place = {item.key(): index for index, item in enumerate(data.documents)}
-    found = (place.get(query.key(), -1) for query in data.queries)
+    documents = data.documents
+    if isinstance(documents, Corpus):
+        keys = documents.keys
+    else:
+        keys = np.fromiter((item.key() for item in documents), np.int64, len(documents))
+    wanted = np.fromiter((item.key() for item in data.queries), np.int64, len(data.queries))
+    found = _places(keys, wanted)
     return np.array(
         [-1 if index in relevant else index for index, relevant in zip(found, data.relevance, strict=True)], np.int64
     )
 
 
-def _mean_over_ranks(
-    queries_QD: np.ndarray,
-    documents_ND: np.ndarray,
-    data: RetrievalData,
-    ks: Sequence[int],
-    *,
-    excluded: np.ndarray,
-    session: Session | None,
-    between: Between | None,
-    keep: QueryResults | None,
-) -> dict[str, float]:
-    rank, world_size = (session.rank, session.world_size) if session else (0, 1)
-    device = session.device if session else torch.device("cpu")
-    tiles = np.arange(len(queries_QD)) // QUERY_TILE
-    owners = [np.flatnonzero(tiles % world_size == one) for one in range(world_size)]
-    own, most = owners[rank], max(map(len, owners))
-    rankings = top_k(
-        queries_QD[own],
-        documents_ND,
-        max(ks),
-        excluded=excluded[own],
-        device=device,
-        in_step_with=most,
-        between=between,
-    )
-    names, values = score_rankings(rankings, [data.relevance[index] for index in own], ks)
-    order, counts = np.concatenate(owners), [len(one) for one in owners]
-    gathered = torch.from_numpy(values)
-    if world_size > 1:
-        gathered = collectives.all_gather_rows(gathered.to(device), counts).cpu()
-    # Sum in the order of the queries, so that rounding does not depend on the number of processes.
-    by_query = np.empty((len(queries_QD), len(names)))
-    by_query[order] = gathered.numpy()
-    if keep is not None:
-        found = torch.from_numpy(np.ascontiguousarray(rankings[:, :NUM_FOUND]))
-        if world_size > 1:
-            found = collectives.all_gather_rows(found.to(device), counts).cpu()
-        keep.names, keep.values = names, by_query
-        keep.found = np.empty((len(order), found.shape[1]), np.int64)
-        keep.found[order] = found.numpy()
-    return dict(zip(names, by_query.mean(axis=0).tolist(), strict=True))
+def _places(values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return the position of each wanted value among distinct ones, -1 where it is not there."""
+    if not len(values):
+        return np.full(len(wanted), -1)
+    order = np.argsort(values)
+    at = order[np.minimum(np.searchsorted(values, wanted, sorter=order), len(values) - 1)]
+    places: np.ndarray = np.where(values[at] == wanted, at, -1)
+    return places
 
 
 def top_k(
@@ -119,67 +156,93 @@ def top_k(
     k: int,
     *,
     excluded: np.ndarray | None = None,
-    device: torch.device | str = "cpu",
-    in_step_with: int = 0,
-    between: Between | None = None,
 ) -> np.ndarray:
-    """Return [Q, k] indices of the documents with the highest dot products, best first; ties go to the lower index.
+    """Return [Q, k] indices of the documents with the highest dot products, as `TopK` finds them."""
+    found = TopK(queries_QD, k, len(documents_ND), excluded=excluded)
+    found.add(documents_ND, np.arange(len(documents_ND)))
+    return found.rankings()
 
-    Missing entries are -1 if there are fewer than k documents. `excluded`: per query one document to leave out, or -1.
-    `between` is called after each tile, as often as for `in_step_with` queries.
-    """
-    queries = torch.from_numpy(queries_QD).to(device)
-    k_kept = min(k, len(documents_ND))
-    tiles = torch.split(queries, QUERY_TILE)
-    best = [torch.full((tile.shape[0], k_kept), _NOTHING, device=device) for tile in tiles]
-    # `between` may be collective, so a rank with fewer query tiles still calls it for every tile of the largest rank.
-    num_turns = max(len(tiles), -(-in_step_with // QUERY_TILE))
-    for start in range(0, len(documents_ND), DOCUMENT_TILE):
-        documents = torch.from_numpy(documents_ND[start : start + DOCUMENT_TILE]).to(device)
-        for turn in range(num_turns):
-            if turn < len(tiles):
+
+class TopK:
+    """The documents with the highest dot products, best first, while documents arrive in any order; ties go to the
+    lower number."""
+
+    def __init__(
+        self,
+        queries_QD: np.ndarray,
+        k: int,
+        num_documents: int,
+        *,
+        excluded: np.ndarray | None = None,
+        device: torch.device | str = "cpu",
+        in_step_with: int = 0,
+        between: Between | None = None,
+    ) -> None:
+        """`excluded`: per query the number of one document to leave out, or -1. `between` is called after each tile,
+        as often as for `in_step_with` queries."""
+        queries = torch.from_numpy(queries_QD).to(device)
+        self._tiles = torch.split(queries, QUERY_TILE)
+        self._k, self._kept = k, min(k, num_documents)
+        self._best = [torch.full((len(tile), self._kept), _NOTHING, device=device) for tile in self._tiles]
+        self._excluded, self._device, self._between = excluded, device, between
+        # `between` may be collective, so a rank with fewer query tiles still calls it for every tile of the largest
+        # rank.
+        self._num_turns = max(len(self._tiles), -(-in_step_with // QUERY_TILE))
+
+    def add(self, documents_ND: np.ndarray, numbers_N: np.ndarray) -> None:
+        """Compare the queries with some documents."""
+        for start in range(0, len(documents_ND), DOCUMENT_TILE):
+            tile = slice(start, start + DOCUMENT_TILE)
+            self._add_tile(torch.from_numpy(documents_ND[tile]).to(self._device), numbers_N[tile])
+
+    def _add_tile(self, documents: Tensor, numbers_N: np.ndarray) -> None:
+        left_out = None if self._excluded is None else _places(numbers_N, self._excluded)
+        numbers = torch.from_numpy(numbers_N).to(self._device)
+        for turn in range(self._num_turns):
+            if turn < len(self._tiles):
                 with matmul_precision("highest"):  # in TF32, documents less than 1e-3 apart would change places
-                    scores = tiles[turn] @ documents.T
-                if excluded is not None:
-                    _leave_out(scores, excluded[turn * QUERY_TILE :][: len(scores)] - start)
-                joined = torch.cat([best[turn], _best_keys(scores, k_kept, start)], dim=1)
-                best[turn] = joined.topk(k_kept, dim=1).values
-            if between is not None:
-                between()
-    rankings = np.full((len(queries_QD), k), -1, np.int64)
-    if best:
-        keys = torch.cat(best)
-        rankings[:, :k_kept] = torch.where(keys == _NOTHING, -1, _LOW_32 - (keys & _LOW_32)).cpu().numpy()
-    return rankings
+                    scores = self._tiles[turn] @ documents.T
+                if left_out is not None:
+                    _leave_out(scores, left_out[turn * QUERY_TILE :][: len(scores)])
+                joined = torch.cat([self._best[turn], _best_keys(scores, self._kept, numbers)], dim=1)
+                self._best[turn] = joined.topk(self._kept, dim=1).values
+            if self._between is not None:
+                self._between()
+
+    def rankings(self) -> np.ndarray:
+        """Return [Q, k] numbers of documents; -1 where there are fewer than k."""
+        keys = torch.cat(self._best)
+        rankings = np.full((len(keys), self._k), -1, np.int64)
+        rankings[:, : self._kept] = torch.where(keys == _NOTHING, -1, _LOW_32 - (keys & _LOW_32)).cpu().numpy()
+        return rankings
 
 
 def _leave_out(scores: Tensor, columns: np.ndarray) -> None:
-    rows = np.flatnonzero((columns >= 0) & (columns < scores.shape[1]))
+    rows = np.flatnonzero(columns >= 0)
     scores[torch.from_numpy(rows), torch.from_numpy(columns[rows])] = -torch.inf
 
 
-def _best_keys(scores_QT: Tensor, k: int, start: int) -> Tensor:
-    """Return the k largest keys of each row of a tile whose first column is document `start`; fewer if the tile is
-    narrower."""
-    columns = torch.arange(start, start + scores_QT.shape[1], device=scores_QT.device)
+def _best_keys(scores_QT: Tensor, k: int, numbers_T: Tensor) -> Tensor:
+    """Return the k largest keys of each row of a tile whose columns are the documents with these numbers; fewer if the
+    tile is narrower."""
     if scores_QT.shape[1] <= k:
-        return _keys(scores_QT, columns)
+        return _keys(scores_QT, numbers_T)
     values, indices = scores_QT.topk(k + 1, dim=1)
-    keys = _keys(values[:, :k], indices[:, :k] + start)
+    keys = _keys(values[:, :k], numbers_T[indices[:, :k]])
     # topk breaks ties arbitrarily. If the k-th and the next score are equal, select again by key.
     tied = values[:, k] == values[:, k - 1]
     if bool(tied.any()):
-        keys[tied] = _keys(scores_QT[tied], columns).topk(k, dim=1).values
+        keys[tied] = _keys(scores_QT[tied], numbers_T).topk(k, dim=1).values
     return keys
 
 
-def _keys(scores: Tensor, columns: Tensor) -> Tensor:
-    """Return one integer per score and column that sorts by score, then by lower column, without ties."""
+def _keys(scores: Tensor, numbers: Tensor) -> Tensor:
+    """Return one integer per score and number that sorts by score, then by lower number, without ties."""
     bits = (scores + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     # The bits of positive floats sort as integers. Those of negative floats sort in reverse; flipping all but the sign
-    # bit corrects that. The order then fills the upper 32 bits, the reversed column the lower 32.
+    # bit corrects that. The order then fills the upper 32 bits, the reversed number the lower 32.
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    keys = (ordered << 32) + (_LOW_32 - columns)
+    keys = (ordered << 32) + (_LOW_32 - numbers)
     return torch.where(scores == -torch.inf, _NOTHING, keys)
 
 

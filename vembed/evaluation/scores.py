@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -17,17 +17,19 @@ from vembed.data.features import Featuriser
 from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.compressed import FORMS, compressed_name, compressed_scores
+from vembed.evaluation.corpus import Corpus
 from vembed.evaluation.dataset import EvalData, RetrievalData, ScoredPairs, Task, open_eval_data
 from vembed.evaluation.query_results import QueryResults
-from vembed.evaluation.retrieval import retrieval_metrics
+from vembed.evaluation.retrieval import RetrievalSearch
 from vembed.evaluation.similarity import similarity_metrics
 from vembed.families.description import ModelDescription
 from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import Between, KeptFeatures, default_budget, encode_items
+from vembed.inference.encoding import Between, KeptFeatures, default_budget, encode_chunks, encode_items
 from vembed.progress import ProgressReport
 
 REPORTED_K = 10
 """Cut-off of tables, reports and `eval_metric: auto`. Always computed, whatever `eval_ks` says."""
+_TITLES: dict[Kind, str] = {"query": "encoding queries", "document": "encoding documents"}
 
 
 def evaluate(
@@ -128,37 +130,36 @@ def evaluate_model(
     sizes = _checked_dims([one for one in description.mrl_dims if one <= full] if dims is None else dims, full)
     active = (show_progress or say is not None) and (session is None or session.is_main)
 
+    options: dict[str, Any] = {"budget_tokens": budget, "session": session, "between": between, "kept": kept}
+
     def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
-        title = f"encoding {'queries' if kind == 'query' else 'documents'}"
-        with ProgressReport(title, active=active, say=say) as progress:
-            embeddings = encode_items(
-                model,
-                featuriser,
-                items,
-                kind,
-                budget_tokens=budget,
-                session=session,
-                normalize=False,
-                progress=progress,
-                between=between,
-                kept=kept,
-            )
+        with ProgressReport(_TITLES[kind], active=active, say=say) as progress:
+            embeddings = encode_items(model, featuriser, items, kind, normalize=False, progress=progress, **options)
         _check_finite(embeddings, kind)
         return embeddings[:, :full]
 
-    if isinstance(data, RetrievalData):
-        asked, documents = encode(data.queries, "query"), encode(data.documents, "document")
-        ks = sorted({*config.eval_ks, REPORTED_K})
-        scores = retrieval_metrics(
-            asked, documents, data, ks, sizes, normalize=normalize, session=session, between=between, queries=queries
-        )
+    if not isinstance(data, RetrievalData):
         if compressed:
-            scores |= compressed_scores(asked, documents, data, sizes, normalize=normalize)
-        return scores
-    if compressed:
-        raise UserError(f"compressed scores are of retrieval, and {data.name} holds scored pairs")
-    first, second = encode(data.first, "query"), encode(data.second, "document")
-    return similarity_metrics(first, second, data.scores, sizes, normalize=normalize)
+            raise UserError(f"compressed scores are of retrieval, and {data.name} holds scored pairs")
+        first, second = encode(data.first, "query"), encode(data.second, "document")
+        return similarity_metrics(first, second, data.scores, sizes, normalize=normalize)
+    asked, ks = encode(data.queries, "query"), sorted({*config.eval_ks, REPORTED_K})
+    search = RetrievalSearch(asked, data, ks, sizes, normalize=normalize, session=session, between=between)
+    if compressed:  # its ranges and levels are of all documents
+        documents = encode(data.documents, "document")
+        search.add(documents, np.arange(len(documents)))
+        return search.scores(queries) | compressed_scores(asked, documents, data, sizes, normalize=normalize)
+
+    def take(numbers: np.ndarray, embeddings: np.ndarray) -> None:
+        _check_finite(embeddings, "document")
+        search.add(embeddings[:, :full], numbers)
+
+    lengths = data.documents.lengths if isinstance(data.documents, Corpus) else None
+    with ProgressReport(_TITLES["document"], active=active, say=say) as progress:
+        encode_chunks(
+            model, featuriser, data.documents, "document", take, lengths=lengths, progress=progress, **options
+        )
+    return search.scores(queries)
 
 
 def deciding_metric(config: TrainConfig, data: EvalData, scores: dict[str, float]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, get_args
 
 import numpy as np
@@ -150,7 +151,7 @@ def smaller(data: EvalData | None) -> RetrievalData | None:
     """Return retrieval data of texts with a bounded corpus; None for data without nDCG or with images."""
     if not isinstance(data, RetrievalData):
         return None
-    if any(item.images or not item.text for item in (*data.queries, *data.documents)):
+    if any(item.images or not item.text for item in chain(data.queries, data.documents)):
         return None
     relevance = data.relevance[:NUM_QUERIES]
     kept = dict.fromkeys(document for grades in relevance for document in grades)

@@ -30,6 +30,8 @@ CUDA_BUDGET = 32_768
 
 Progress = Callable[[int, int], None]
 """Called with the number of items done and the total, both summed over all ranks."""
+Take = Callable[[np.ndarray, np.ndarray], None]
+"""Called with the numbers of some inputs and their embeddings, [n, D] float32 as the model gives them."""
 Between = Callable[[], None]
 """Called after each micro-batch, equally often on all ranks. An exception from it ends the encoding."""
 
@@ -54,12 +56,10 @@ class KeptFeatures(Protocol):
 class _Chunk:
     """Consecutive distinct inputs, split over the ranks."""
 
-    by_rank: list[list[int]]
-    """Per rank: positions in the list of distinct inputs."""
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.by_rank))
+    numbers: np.ndarray
+    """Positions in the list of distinct inputs."""
+    by_rank: list[np.ndarray]
+    """Positions in `numbers` of each rank's share."""
 
 
 def default_budget(device: torch.device | str) -> int:
@@ -89,24 +89,72 @@ def encode_items(
     items are encoded once. `truncate_dim` keeps the first coordinates; `normalize` is applied after it. `kept` provides
     cached tower features.
     """
+    contents, where = distinct(items, key=lambda item: (item.key(), item.prompt, item.max_length))
+    found: list[np.ndarray] = []
+
+    def take(numbers: np.ndarray, rows: np.ndarray) -> None:
+        if not found:
+            found.append(np.empty((len(contents), rows.shape[1]), np.float32))
+        found[0][numbers] = rows
+
+    encode_chunks(
+        model,
+        featuriser,
+        contents,
+        kind,
+        take,
+        num_items=len(items),
+        budget_tokens=budget_tokens,
+        max_rows=max_rows,
+        session=session,
+        progress=progress,
+        between=between,
+        kept=kept,
+    )
+    embeddings = found.pop() if found else np.empty((0, featuriser.description.embedding_dim), np.float32)
+    if len(contents) < len(items):
+        embeddings = embeddings[where]
+    return first_dims(embeddings, truncate_dim or embeddings.shape[1], normalize)
+
+
+def encode_chunks(
+    model: nn.Module,
+    featuriser: Featuriser,
+    contents: Sequence[Item],
+    kind: Kind,
+    take: Take,
+    *,
+    lengths: np.ndarray | None = None,
+    num_items: int | None = None,
+    budget_tokens: int | None = None,
+    max_rows: int | None = None,
+    session: Session | None = None,
+    progress: Progress | None = None,
+    between: Between | None = None,
+    kept: KeptFeatures | None = None,
+) -> None:
+    """Encode distinct inputs as `encode_items` does, and give the embeddings of each chunk to `take`, on every rank.
+
+    At most CHUNK inputs per rank, twice, are in memory. The inputs come sorted by length, in the same order on any
+    number of ranks. `lengths`: of their texts in characters, if they are known. `num_items`: what progress counts to.
+    """
     rank, world_size = (session.rank, session.world_size) if session else (0, 1)
     device = session.device if session else _device_of(model)
-    contents, where = distinct(items, key=lambda item: (item.key(), item.prompt, item.max_length))
-    embeddings: np.ndarray | None = None
+    budget = budget_tokens or default_budget(device)
     feeder = Feeder(featuriser, device)
-    reporter = _Reporter(progress, len(items), len(contents), world_size)
+    reporter = _Reporter(progress, num_items or len(contents), len(contents), world_size)
+
+    def featurise(chunk: _Chunk) -> list[Features]:
+        own = chunk.numbers[chunk.by_rank[rank]].tolist()
+        return featuriser.features([(contents[number], kind) for number in own])
+
     with _evaluating(model), holding_copies(model), ThreadPoolExecutor(1, thread_name_prefix="vembed-encode") as ahead:
-        chunks = list(_chunks(contents, world_size))
-
-        def featurise(chunk: _Chunk) -> list[Features]:
-            return featuriser.features([(contents[index], kind) for index in chunk.by_rank[rank]])
-
+        chunks = _chunks(contents, lengths, world_size)
         # Tokenize the next chunk in a thread while this one is encoded.
         waiting = [ahead.submit(featurise, chunk) for chunk in chunks[:1]]
         for number, chunk in enumerate(chunks):
             features = waiting.pop().result()
             waiting = [ahead.submit(featurise, later) for later in chunks[number + 1 : number + 2]]
-            budget = budget_tokens or default_budget(device)
             own = _encode_rank_batch(
                 model,
                 feeder,
@@ -119,16 +167,10 @@ def encode_items(
                 kept=kept,
             )
             if world_size > 1:
-                # The rows arrive in rank order, the order in which the indices of `by_rank` are joined below.
-                own = collectives.all_gather_rows(own, [len(share) for share in chunk.by_rank])
-            if embeddings is None:
-                embeddings = np.empty((len(contents), own.shape[1]), np.float32)
-            embeddings[[index for share in chunk.by_rank for index in share]] = own.float().cpu().numpy()
-    if embeddings is None:
-        embeddings = np.empty((0, featuriser.description.embedding_dim), np.float32)
-    if len(contents) < len(items):
-        embeddings = embeddings[where]
-    return first_dims(embeddings, truncate_dim or embeddings.shape[1], normalize)
+                # The rows arrive in rank order, and go on in the order of the chunk.
+                gathered = collectives.all_gather_rows(own, [len(share) for share in chunk.by_rank])
+                own = gathered[torch.from_numpy(np.argsort(np.concatenate(chunk.by_rank))).to(gathered.device)]
+            take(chunk.numbers, own.float().cpu().numpy())
 
 
 def encode_rank_items(
@@ -226,14 +268,15 @@ def _encode_rank_batch(
     return result
 
 
-def _chunks(contents: Sequence[Item], world_size: int) -> Iterator[_Chunk]:
-    """Yield chunks of inputs of similar length, dealt to the ranks in turn. The longest come first, so that memory
+def _chunks(contents: Sequence[Item], lengths: np.ndarray | None, world_size: int) -> list[_Chunk]:
+    """Return chunks of inputs of similar length, dealt to the ranks in turn. The longest come first, so that memory
     runs out at once or never. Text length in characters is the sort key; exact token lengths order the micro-batches
     within a chunk."""
-    order = sorted(range(len(contents)), key=lambda index: -len(contents[index].text or ""))
-    for start in range(0, len(order), CHUNK * world_size):
-        chunk = order[start : start + CHUNK * world_size]
-        yield _Chunk([chunk[rank::world_size] for rank in range(world_size)])
+    if lengths is None:
+        lengths = np.fromiter((len(one.text or "") for one in contents), np.int64, len(contents))
+    order = np.argsort(-lengths, kind="stable")
+    parts = [order[start : start + CHUNK * world_size] for start in range(0, len(order), CHUNK * world_size)]
+    return [_Chunk(part, [np.arange(rank, len(part), world_size) for rank in range(world_size)]) for part in parts]
 
 
 class _Reporter:

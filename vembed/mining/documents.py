@@ -17,7 +17,7 @@ from vembed.data.messages import listed
 from vembed.data.opening import open_reader
 from vembed.data.readers import Reader
 from vembed.errors import UserError
-from vembed.evaluation.dataset import titled_text
+from vembed.evaluation.corpus import titled_text
 from vembed.mining.config import DataOptions
 from vembed.mining.contents import KeyIndex, content_key, id_key
 from vembed.mining.record_tables import CORPUS_FILE, AnyColumns, BeirTable, RowSource, TextLines

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vembed.data.examples import Item
-from vembed.evaluation.dataset import titled_text
+from vembed.evaluation.corpus import titled_text
 
 SHORTEST_QUERY, SHORTEST_REST = 2, 5
 """Words that a query and what is left of the document need."""

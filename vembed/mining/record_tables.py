@@ -20,7 +20,7 @@ from vembed.data.opening import open_reader
 from vembed.data.readers import Found, JsonLines, Reader, TextFile
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
-from vembed.evaluation.dataset import titled_text
+from vembed.evaluation.corpus import titled_text
 from vembed.mining.config import RowOptions
 
 CORPUS_FILE = "corpus.jsonl"

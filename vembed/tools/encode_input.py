@@ -18,7 +18,7 @@ from vembed.data.messages import listed
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.evaluation.dataset import titled_text
+from vembed.evaluation.corpus import titled_text
 from vembed.tools.table_rows import is_table, num_rows, table_rows
 
 FIRST_LINES = 256

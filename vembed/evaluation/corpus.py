@@ -1,0 +1,146 @@
+"""Corpus: the documents of a JSON Lines file, each content once. Texts stay in the file."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from vembed.data.examples import BadRecord, Item, ReadAs
+from vembed.data.readers import JsonLines
+from vembed.errors import UserError
+
+
+class Corpus(Sequence[Item]):
+    """Documents that are read when they are asked for; 28 bytes are held for each."""
+
+    def __init__(self, reader: JsonLines, rows: dict[str, np.ndarray], settings: ReadAs | None = None) -> None:
+        """`rows`: `starts` and `sizes` of the lines, `lengths` of the texts in characters, `keys` of the contents."""
+        self._reader = reader
+        self._rows = rows
+        self._settings = settings or ReadAs()
+
+    @property
+    def keys(self) -> np.ndarray:
+        """Keys of the contents, int64 [n]."""
+        return self._rows["keys"]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Lengths of the texts in characters, int32 [n]."""
+        return self._rows["lengths"]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, place: int) -> Item: ...
+    @overload
+    def __getitem__(self, place: slice) -> Corpus: ...
+    def __getitem__(self, place: int | slice) -> Item | Corpus:
+        if isinstance(place, slice):
+            return Corpus(self._reader, {name: values[place] for name, values in self._rows.items()}, self._settings)
+        record = self._reader.read(int(self._rows["starts"][place]), int(self._rows["sizes"][place]))
+        item = Item(text=titled_text(record)) if isinstance(record, dict) else Item()
+        if item.key() != self.keys[place]:
+            raise UserError(f"{self._reader.name} has changed since it was opened: start again")
+        return self._settings.document(item)
+
+    def read_as(self, settings: ReadAs) -> Corpus:
+        """Return the documents with the prompt and the length of a source."""
+        return Corpus(self._reader, self._rows, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Identities:
+    """Numbers of documents by their `_id`. Held as hashes of 63 bits."""
+
+    hashes: np.ndarray
+    """int64 [n], in ascending order."""
+    numbers: np.ndarray
+
+    def find(self, identity: str) -> int | None:
+        """Return the number of a document; None: there is none of this name."""
+        wanted = _hash(identity)
+        at = int(np.searchsorted(self.hashes, wanted))
+        return int(self.numbers[at]) if at < len(self.hashes) and self.hashes[at] == wanted else None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCorpus:
+    """Documents of a file, their names, and the number of records with the content of an earlier one."""
+
+    documents: Corpus
+    identities: Identities
+    num_joined: int
+
+
+def read_corpus(path: Path, problems: list[str]) -> FoundCorpus:
+    """Read a corpus once, without holding its texts. What is wrong with records is added to `problems`."""
+    reader = JsonLines(path)
+    rows = {name: array("q") for name in ("starts", "sizes", "lengths", "keys", "hashes", "lines")}
+    found: list[tuple[int, str]] = []
+    for start, size, line, record in reader.scan():
+        given = identified_text(record)
+        if isinstance(given, str):
+            found.append((line, given))
+            continue
+        identity, text = given
+        values = start, size, len(text), Item(text=text).key(), _hash(identity), line
+        for one, value in zip(rows.values(), values, strict=True):
+            one.append(value)
+    held = {name: np.frombuffer(one, np.int64) if one else np.empty(0, np.int64) for name, one in rows.items()}
+    repeated = _repeats(held["hashes"])
+    for row in np.flatnonzero(repeated):
+        record = reader.read(int(held["starts"][row]), int(held["sizes"][row]))
+        name = record["_id"] if isinstance(record, dict) else ""
+        found.append((int(held["lines"][row]), f"_id {name} occurs twice"))
+    problems += [f"{reader.where(line)}: {reason}" for line, reason in sorted(found)]
+    held = {name: values[~repeated] for name, values in held.items()}
+    is_copy = _repeats(held["keys"])
+    order = np.argsort(held["hashes"])
+    identities = Identities(held["hashes"][order], _numbers(held["keys"], is_copy)[order])
+    kept = {name: held[name][~is_copy] for name in ("starts", "sizes", "lengths", "keys")}
+    kept |= {name: kept[name].astype(np.int32) for name in ("sizes", "lengths")}
+    return FoundCorpus(Corpus(reader, kept), identities, int(is_copy.sum()))
+
+
+def identified_text(record: Any) -> tuple[str, str] | str:
+    """Return `_id` and text of a record, or what is wrong with it."""
+    if isinstance(record, BadRecord):
+        return str(record)
+    identity = record.get("_id") if isinstance(record, dict) else None
+    if isinstance(identity, bool) or not isinstance(identity, str | int):
+        return "no field _id"
+    text = titled_text(record)
+    return (str(identity), text) if text else f"{identity} has no text"
+
+
+def titled_text(record: dict[str, Any]) -> str:
+    """Return title and text of a document joined by a space, as BEIR encodes them; just one if the other is empty."""
+    parts = [record.get("title"), record.get("text")]
+    return " ".join(part for part in parts if isinstance(part, str) and part).strip()
+
+
+def _hash(identity: str) -> int:
+    return Item(text=identity).key()
+
+
+def _repeats(keys: np.ndarray) -> np.ndarray:
+    """Return, per key, whether an equal one stands before it."""
+    order = np.argsort(keys, kind="stable")
+    repeated = np.zeros(len(keys), bool)
+    repeated[order[1:]] = keys[order[1:]] == keys[order[:-1]]
+    return repeated
+
+
+def _numbers(keys: np.ndarray, is_copy: np.ndarray) -> np.ndarray:
+    """Return, per record, the number of its content among the contents in the order of the file."""
+    firsts = keys[~is_copy]
+    order = np.argsort(firsts)
+    numbers: np.ndarray = order[np.searchsorted(firsts, keys, sorter=order)]
+    return numbers
