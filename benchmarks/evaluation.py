@@ -1,6 +1,6 @@
 """python -m benchmarks.evaluation: time and memory of an evaluation as the corpus grows.
 
-The model is a table of token vectors, which costs little, so that what is measured is reading, tokenising, searching and scoring.
+The model is a table of token vectors, which costs little: what is measured is reading, tokenising and searching.
 """
 
 from __future__ import annotations
