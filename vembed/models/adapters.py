@@ -19,6 +19,7 @@ from vembed.errors import UserError
 from vembed.families.backbones import layers_of
 from vembed.families.table import Family, Tower
 from vembed.families.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_header, read_object
+from vembed.models.joint_adapters import join_adapters
 from vembed.models.quantized import dequantized, is_quantized, quieten_bitsandbytes
 from vembed.models.towers import names_frozen_by
 from vembed.models.two_towers import TwoTowers
@@ -69,6 +70,8 @@ def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> No
     for parameter in backbone.parameters():
         if parameter.requires_grad and not config.pure_dtype:
             parameter.data = parameter.data.float()
+    if not config.use_dora and config.lora_dropout == 0.0:
+        join_adapters(backbone, _NAME)
     kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
     log.info(
         "LoRA: rank %d, alpha %d on %d layers (%s)", config.lora_r, config.lora_alpha, len(names), ", ".join(kinds)

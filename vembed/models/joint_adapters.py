@@ -1,0 +1,114 @@
+"""Adapters of layers that read the same input (queries, keys and values; gate and up): one product with their first
+matrices together, so that the input is read once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vembed.models.bf16 import Bf16Linear, joint_linear
+
+TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("gate_proj", "up_proj"),
+    ("wi_0", "wi_1"),
+)
+"""Names of layers of one module that have the same input in most models. Where they have not, nothing is shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """An input of a layer, which is not kept alive."""
+
+    tensor: weakref.ref[Tensor] | None
+    version: int
+    """Counted up by torch with every change in place."""
+    with_gradients: bool
+
+    @classmethod
+    def of(cls, values: Tensor) -> _Seen:
+        return cls(weakref.ref(values), 0 if values.is_inference() else values._version, torch.is_grad_enabled())
+
+    def is_same(self, other: _Seen) -> bool:
+        if self.tensor is None or other.tensor is None or self.tensor() is None:
+            return False
+        return (
+            self.tensor() is other.tensor()
+            and self.version == other.version
+            and self.with_gradients == other.with_gradients
+        )
+
+
+_NOTHING = _Seen(None, 0, False)
+
+
+class _Group:
+    """First matrices of the adapters of some layers, and their products with the last input that was seen."""
+
+    def __init__(self, members: Sequence[nn.Linear]) -> None:
+        self.members = members
+        self.widths = [one.out_features for one in members]
+        self.waiting: dict[int, Tensor] = {}
+        """Products that their layers have not asked for yet, by the number of the layer."""
+        self._given = self._multiplied = _NOTHING
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copies, which have seen no input."""
+        return {**self.__dict__, "waiting": {}, "_given": _NOTHING, "_multiplied": _NOTHING}
+
+    def see(self, layer: nn.Module, given: tuple[Any, ...]) -> None:
+        """Note the input of a layer, before it runs. What its adapter gets may be a copy of it in another dtype."""
+        del layer
+        if not torch.compiler.is_compiling():
+            self._given = _Seen.of(given[0]) if given else _NOTHING
+
+    def product(self, number: int, values: Tensor) -> Tensor:
+        """Return the product of a member's weight with its input."""
+        if torch.compiler.is_compiling():  # the compiler sees the layers as they are
+            return type(self.members[number]).forward(self.members[number], values)
+        if number not in self.waiting or not self._given.is_same(self._multiplied):
+            products = self._together(values).split(self.widths, dim=-1)
+            self.waiting, self._multiplied = dict(enumerate(products)), self._given
+        return self.waiting.pop(number)
+
+    def _together(self, values: Tensor) -> Tensor:
+        narrow = [one for one in self.members if isinstance(one, Bf16Linear)]
+        if len(narrow) == len(self.members):
+            return joint_linear(values, narrow)
+        return functional.linear(values, torch.cat([one.weight for one in self.members]))
+
+
+def join_adapters(backbone: nn.Module, adapter: str) -> int:
+    """Compute the first products of adapters that read the same input together, and return the number of groups.
+
+    For adapters without dropout of their own; the weights stay apart.
+    """
+    count = 0
+    for module in backbone.modules():
+        children = dict(module.named_children())
+        for names in TOGETHER:
+            found = {name: one for name in names if (one := _first_matrix(children, name, adapter)) is not None}
+            if len(found) < 2 or len({(one.in_features, one.weight.dtype) for one in found.values()}) > 1:
+                continue
+            group = _Group(list(found.values()))
+            for number, (name, one) in enumerate(found.items()):
+                children[name].register_forward_pre_hook(group.see)
+                one.forward = partial(group.product, number)  # type: ignore[method-assign]
+            count += 1
+    return count
+
+
+def _first_matrix(children: Mapping[str, nn.Module], name: str, adapter: str) -> nn.Linear | None:
+    layer: Any = children.get(name)
+    matrices = None if layer is None else layer._modules.get("lora_A")
+    first = matrices[adapter] if isinstance(matrices, nn.ModuleDict) and adapter in matrices else None
+    return first if type(first) is nn.Linear and first.bias is None else None
