@@ -76,7 +76,7 @@ class _Group:
         if torch.compiler.is_compiling():  # the compiler sees the layers as they are
             return type(self.members[number]).forward(self.members[number], values)
         if number not in self.waiting or not self._given.is_same(self._multiplied):
-            products = self._together(values).split(self.widths, dim=-1)
+            products = torch.split(self._together(values), self.widths, dim=-1)
             self.waiting, self._multiplied = dict(enumerate(products)), self._given
         return self.waiting.pop(number)
 
