@@ -102,11 +102,11 @@ def test_attention_is_that_of_the_formula(
     draws: list[Tensor] = []
 
     def drawn(shape: torch.Size, p: float, dtype: torch.dtype) -> Tensor:
-        mask = -(torch.rand(shape) > p).to(cpu_kernels.BITS[dtype.itemsize])
-        draws.append(mask.view(-1, heads, *shape[1:]) != 0)
-        return mask
+        ones = (torch.rand(shape) > p).to(cpu_kernels.BITS[dtype.itemsize])
+        draws.append(ones.view(-1, heads, *shape[1:]) != 0)
+        return ones
 
-    monkeypatch.setattr(cpu_kernels, "keep_mask", drawn)
+    monkeypatch.setattr(cpu_kernels, "kept_ones", drawn)
     monkeypatch.setattr(cpu_kernels, "scale_of", lambda p: 1 / (1 - p))
     dropped = cpu_kernels.dropped_attention(query, key, value, pieces, p, size**-0.5)
     plain = packing._by_sdpa(query, key, value, pieces, 0.0, size**-0.5)

@@ -30,17 +30,22 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def keep_mask(shape: torch.Size, p: float, dtype: torch.dtype) -> Tensor:
-    """Return dropout's mask for numbers of `dtype`: integers of their size with all bits set where they are kept.
+    """Return dropout's mask for numbers of `dtype`: integers of their size with all bits set where they are kept."""
+    # The negative of 1 has all bits set.
+    return _draws(shape.numel(), p).neg_().to(BITS[dtype.itemsize]).view(shape)
 
-    `p` is rounded to a multiple of 2^-16.
-    """
-    count = shape.numel()
+
+def kept_ones(shape: torch.Size, p: float, dtype: torch.dtype) -> Tensor:
+    """Return what `keep_mask` would draw, with the integer 1 where numbers are kept."""
+    return _draws(shape.numel(), p).to(BITS[dtype.itemsize]).view(shape)
+
+
+def _draws(count: int, p: float) -> Tensor:
+    """Return 16-bit integers: 1 with probability 1 - p, else 0. `p` is rounded to a multiple of 2^-16."""
     seed = torch.empty(1, dtype=torch.int64).random_().numpy()  # as an array: no value is read from a device
     draws = np.random.SFC64(seed).random_raw((count + 3) // 4).view(np.int16)
     # Signed 16-bit draws are uniform on [-32768, 32767], so the threshold for "keep" is shifted by LEVELS / 2.
-    # In place, true is the integer 1; its negative has all bits set.
-    mask = torch.from_numpy(draws)[:count].lt_(round((1.0 - p) * LEVELS) - LEVELS // 2).neg_()
-    return mask.to(BITS[dtype.itemsize]).view(shape)
+    return torch.from_numpy(draws)[:count].lt_(round((1.0 - p) * LEVELS) - LEVELS // 2)
 
 
 def scores_at_once(dtype: torch.dtype) -> int:
@@ -103,10 +108,13 @@ def attend(
         else:
             by_head += mask
     probabilities = torch.softmax(scores, dim=-1)
-    kept = keep_mask(probabilities.shape, p, probabilities.dtype)
-    signed = probabilities.view(kept.dtype).bitwise_or(kept & torch.iinfo(kept.dtype).min).view(probabilities.dtype)
+    kept = kept_ones(probabilities.shape, p, probabilities.dtype)
+    integers = probabilities.view(kept.dtype)
+    # The lowest integer is the sign bit, which no probability has: to add it sets it, in one pass.
+    signed = torch.add(integers, kept, alpha=torch.iinfo(integers.dtype).min).view(probabilities.dtype)
+    integers.mul_(kept)  # of the probabilities, in place
     # The factor for kept elements is applied to the small output instead of the probabilities.
-    return torch.bmm(masked_(probabilities, kept), value).mul_(scale_of(p)), signed
+    return torch.bmm(probabilities, value).mul_(scale_of(p)), signed
 
 
 def attend_backward(
