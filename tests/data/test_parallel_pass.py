@@ -13,8 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.files import config
-from vembed.data import index, index_worker, readers, tables
+from vembed.data import index, index_parts, index_worker, readers, tables
+from vembed.data.columns import Columns
+from vembed.data.images import ImageRoot
 from vembed.data.index import Index
+from vembed.data.index_parts import index_part
+from vembed.data.readers import JsonLines, Part
+from vembed.data.records import RecordFormat
 from vembed.data.sources import open_examples
 
 ROWS = [{"query": f"q {n} \u00e4" * (1 + n % 5), "positive": f"p {n}", "extra": 1, "negatives": ["a", "b"][: n % 3]}
@@ -78,3 +83,64 @@ def test_parquet_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert one == two
     assert parts == 5
     assert one["lines"][0] == 1 and one["lines"][-1] == 400
+
+
+PLAIN = [{"query": f"q {n}", "positive": f"p {n}", "neg_1": "n", "neg_2": "m", "more": 1} for n in range(40)]
+ODD = [
+    "",
+    "  ",
+    '{"query": "a", "positive": "b"} ',
+    '{"query": "a", "positive": "b"}\r',
+    '{"query": "a", "positive": ["b", "c"]}',
+    '{"query": "a", "positive": "b"}, {"query": "a", "positive": "b"}',
+    '{"query": "a",',
+    '"positive": "b"}',
+    '{"query": " ", "positive": "b"}',
+    '{"query": "", "positive": "b"}',
+    '{"query": "a", "positive": null}',
+    '{"query": "a\\u0000", "positive": "b"}',
+    '{"query": "\\ud800", "positive": "b"}',
+    '{"query": "\u00e4 \u2028", "positive": "\u4e2d"}',
+    '{"query": NaN, "positive": "b"}',
+    '{"positive": "b", "query": "a"}',
+    '{"messages": [{"role": "user", "content": "a"}], "positive_messages": [[{"role": "user", "content": "b"}]]}',
+    '{"query": "a", "positive": "b", "score": 1}',
+    '{"text": "a", "label": 3}',
+    '["a"]',
+    '{"query": "' + "long " * 40 + '", "positive": "b"}',
+]
+
+
+@pytest.mark.parametrize(("piece", "longest"), [(50, 150), (400, 2**20), (2**20, 2**20)])
+@pytest.mark.parametrize("losses", [("infonce",), ("triplet",), ("cosent",)])
+def test_records_that_are_checked_together_are_those_that_are_checked_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, longest: int, losses: tuple[str, ...]
+) -> None:
+    def found(path: Path) -> dict[str, Any]:
+        form = RecordFormat(Columns(), ImageRoot(str(tmp_path), allow_urls=False), losses=losses, max_negatives=1)
+        one = index_part(JsonLines(path), form, Part(0, path.stat().st_size), with_keys=False)
+        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(one).items()}
+
+    lines = [json.dumps(one) for one in PLAIN]
+    for at, line in enumerate(ODD):
+        lines.insert(3 + 2 * at, line)
+    files = {
+        "plain": "\n".join(json.dumps(one) for one in PLAIN),
+        "odd": "\ufeff" + "\n".join(lines) + "\n",
+        "pairs": '{"query": "a", "positive": "b"}\r\n' * 9,
+    }
+    monkeypatch.setattr(readers, "MAX_RECORD", longest)
+    monkeypatch.setattr(readers, "PIECE_BYTES", piece)
+    monkeypatch.setattr(index_parts, "BLOCK", 5)
+    for name, text in files.items():
+        path = tmp_path / name
+        path.write_bytes(text.encode() + (b'{"query": "\xff", "positive": "b"}\n' if name == "odd" else b""))
+        together = found(path)
+        assert len(together["starts"]) + together["num_bad"] >= 9
+        with pytest.MonkeyPatch.context() as alone:
+            alone.setattr(JsonLines, "_plain_records", lambda *_: None)
+            alone.setattr(RecordFormat, "num_plain_negatives", lambda *_: None)
+            assert found(path) == together
+    if losses == ("infonce",):
+        monkeypatch.setattr(RecordFormat, "example", lambda *_: pytest.fail("a record was checked alone"))
+        assert len(found(tmp_path / "plain")["starts"]) == 40

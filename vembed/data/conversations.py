@@ -7,14 +7,15 @@ from typing import Any
 from vembed.data.examples import BadRecord
 
 QUERY = "messages"
-_SIDES = (("messages", "images", "query"), ("positive_messages", "positive_images", "positive"),
+POSITIVE_MESSAGES = "positive_messages"
+_SIDES = ((QUERY, "images", "query"), (POSITIVE_MESSAGES, "positive_images", "positive"),
           ("negative_messages", "negative_images", "negatives"))  # fmt: skip
 _IMAGE = "<image>"
 
 
 def is_conversation(record: dict[str, Any]) -> bool:
     """Return True if a record has its query and its positives as messages."""
-    return isinstance(record.get(QUERY), list) and "positive_messages" in record
+    return isinstance(record.get(QUERY), list) and POSITIVE_MESSAGES in record
 
 
 def as_fields(record: dict[str, Any]) -> dict[str, Any]:

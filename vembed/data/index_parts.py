@@ -43,6 +43,17 @@ class Counts:
         """Return the sum of both."""
         return Counts(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
 
+    @classmethod
+    def of_texts(cls, num_records: int, num_negatives: int) -> Counts:
+        """Return the statistics of pairs of texts with so many negatives each."""
+        return cls(
+            positives=num_records,
+            negatives=num_records * num_negatives,
+            with_negatives=num_records if num_negatives else 0,
+            text_queries=num_records,
+            text_documents=num_records * (1 + num_negatives),
+        )
+
     def add(self, example: Example) -> None:
         """Count one more record."""
         query, positives, negatives = example.query, example.positives, example.negatives
@@ -104,24 +115,32 @@ def index_part(
     num_bad = 0
     problems: list[tuple[int, str]] = []
     with closing(_Images()) as images:
-        for number, (line, start, size, outcome) in enumerate(_outcomes(reader.scan_part(part), form, images)):
-            if number % BLOCK == 0:
-                say(number)
-            if isinstance(outcome, BadRecord):
-                num_bad += 1
-                if len(problems) < NUM_SHOWN:
-                    problems.append((line, str(outcome)))
+        scan = reader.scan_part(part)
+        while block := list(itertools.islice(scan, BLOCK)):
+            say(len(starts) + num_bad)
+            num_negatives = None if with_keys else form.num_plain_negatives([found[3] for found in block])
+            if num_negatives is not None:
+                starts.extend([found[0] for found in block])
+                sizes.extend([found[1] for found in block])
+                lines.extend([found[2] for found in block])
+                counts = counts.plus(Counts.of_texts(len(block), num_negatives))
                 continue
-            starts.append(start)
-            sizes.append(size)
-            lines.append(line)
-            counts.add(outcome)
-            if outcome.label is not None:
-                members.extend((label_key(outcome.label), outcome.query.key()))
-            if with_keys:
-                keys = content_keys(outcome)
-                values.extend(keys)
-                num_keys.append(len(keys))
+            for start, size, line, outcome in _outcomes(block, form, images):
+                if isinstance(outcome, BadRecord):
+                    num_bad += 1
+                    if len(problems) < NUM_SHOWN:
+                        problems.append((line, str(outcome)))
+                    continue
+                starts.append(start)
+                sizes.append(size)
+                lines.append(line)
+                counts.add(outcome)
+                if outcome.label is not None:
+                    members.extend((label_key(outcome.label), outcome.query.key()))
+                if with_keys:
+                    keys = content_keys(outcome)
+                    values.extend(keys)
+                    num_keys.append(len(keys))
     return PartIndex(
         starts=np.array(starts),
         sizes=np.array(sizes, dtype=np.uint32),
@@ -145,14 +164,13 @@ def content_keys(example: Example) -> list[int]:
 
 
 def _outcomes(
-    scan: Iterator[Found], form: RecordFormat, images: _Images
+    block: list[Found], form: RecordFormat, images: _Images
 ) -> Iterator[tuple[int, int, int, Example | BadRecord]]:
-    """Yield (line, position, size, Example or BadRecord) of each record."""
-    while block := list(itertools.islice(scan, BLOCK)):
-        outcomes = [_outcome(form, found) for found in block]
-        images.check(outcomes)
-        for (start, size, line, _), outcome in zip(block, outcomes, strict=True):
-            yield line, start, size, outcome
+    """Yield (position, size, line, Example or BadRecord) of each record."""
+    outcomes = [_outcome(form, found) for found in block]
+    images.check(outcomes)
+    for (start, size, line, _), outcome in zip(block, outcomes, strict=True):
+        yield start, size, line, outcome
 
 
 def _outcome(form: RecordFormat, found: Found) -> Example | BadRecord:

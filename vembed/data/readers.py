@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Protocol
 
+import numpy as np
+
 from vembed.data.examples import BadRecord
 from vembed.errors import UserError
 
@@ -25,7 +27,13 @@ MAX_ARRAY = 2**30
 Found = tuple[int, int, int, Any]
 """Position, size and line of a record, and the record itself or a `BadRecord`."""
 
+PIECE_BYTES = 2**20
+"""Bytes that are read and parsed together."""
+
 _BOM = b"\xef\xbb\xbf"
+_LINE_END = ord("\n")
+_AROUND = " \t\r\n\ufeff"
+"""Characters around a record that belong to no record."""
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -154,7 +162,8 @@ class JsonLines(TextFile):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
+        decoder = json.JSONDecoder(parse_constant=_no_constant)
+        self._decode, self._scan_once = decoder.raw_decode, decoder.scan_once
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the file again."""
@@ -172,23 +181,60 @@ class JsonLines(TextFile):
 
     def scan_part(self, part: Part) -> Iterator[Found]:
         """Yield the records whose lines begin in a part."""
-        start, number, inside_long = part.start, 1, False
+        start, number = part.start, 1
         with self._from(max(start - 1, self._begin)) as file:
             if start > self._begin:  # a line that began before belongs to the part before
                 while not (skipped := file.readline(MAX_RECORD)).endswith(b"\n") and skipped:
                     start += len(skipped)
                 start += len(skipped) - 1
                 number += start > part.start
-            while (inside_long or start < part.stop) and (line := file.readline(MAX_RECORD + 1)):
-                size = len(line)
-                if inside_long or size > MAX_RECORD:
-                    if not inside_long:
-                        yield start, 0, number, BadRecord(f"a line of more than {MAX_RECORD:,d} bytes")
-                    inside_long = not line.endswith(b"\n")
-                elif not line.isspace():
-                    yield start, size, number, self._record(line)
-                start += size
-                number += line.endswith(b"\n")
+            while start < part.stop and (data := file.read(min(PIECE_BYTES, part.stop - start))):
+                if not data.endswith(b"\n"):
+                    data += file.readline(MAX_RECORD + 1)
+                records = self._plain_records(data)
+                if records is None:  # line by line, up to the end of the part where one may be too long
+                    file.seek(start)
+                    stop = start + len(data) if data.endswith(b"\n") else part.stop
+                    yield from self._by_line(file, start, stop, number)
+                else:
+                    ends = np.append(np.flatnonzero(np.frombuffer(data, np.uint8) == _LINE_END) + 1, len(data))
+                    starts = np.concatenate([[0], ends[: len(records) - 1]])
+                    sizes = ends[: len(records)] - starts
+                    lines = range(number, number + len(records))
+                    yield from zip((starts + start).tolist(), sizes.tolist(), lines, records, strict=True)
+                if not data.endswith(b"\n"):
+                    return
+                start += len(data)
+                number += data.count(b"\n")
+
+    def _plain_records(self, data: bytes) -> list[Any] | None:
+        """Return the records of whole lines; None if one of them is not plainly a record."""
+        if len(data) > MAX_RECORD:
+            return None
+        try:
+            lines = data.decode().split("\n")
+            if not lines[-1]:
+                lines.pop()
+            lines = [line.strip(_AROUND) for line in lines]
+            found = [self._scan_once(line, 0) for line in lines]
+        except (ValueError, StopIteration, RecursionError):
+            return None
+        if any(end != len(line) for (_, end), line in zip(found, lines, strict=True)):
+            return None
+        return [record for record, _ in found]
+
+    def _by_line(self, file: BinaryIO, start: int, stop: int, number: int) -> Iterator[Found]:
+        inside_long = False
+        while (inside_long or start < stop) and (line := file.readline(MAX_RECORD + 1)):
+            size = len(line)
+            if inside_long or size > MAX_RECORD:
+                if not inside_long:
+                    yield start, 0, number, BadRecord(f"a line of more than {MAX_RECORD:,d} bytes")
+                inside_long = not line.endswith(b"\n")
+            elif not line.isspace():
+                yield start, size, number, self._record(line)
+            start += size
+            number += line.endswith(b"\n")
 
     def read(self, start: int, size: int) -> Any:
         """Return one record again, from the position and size that `scan` yielded."""
@@ -196,7 +242,7 @@ class JsonLines(TextFile):
 
     def _record(self, line: bytes) -> Any:
         try:
-            text = line.decode().strip(" \t\r\n\ufeff")
+            text = line.decode().strip(_AROUND)
             record, end = self._decode(text)
         except UnicodeDecodeError as error:
             return BadRecord(f"not UTF-8 (byte {error.start + 1:,d} of the line)")
