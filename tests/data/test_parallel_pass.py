@@ -18,7 +18,7 @@ from vembed.data.columns import Columns
 from vembed.data.images import ImageRoot
 from vembed.data.index import Index
 from vembed.data.index_parts import index_part
-from vembed.data.readers import JsonLines, Part
+from vembed.data.readers import JsonLines
 from vembed.data.records import RecordFormat
 from vembed.data.sources import open_examples
 
@@ -118,7 +118,9 @@ def test_records_that_are_checked_together_are_those_that_are_checked_alone(
 ) -> None:
     def found(path: Path) -> dict[str, Any]:
         form = RecordFormat(Columns(), ImageRoot(str(tmp_path), allow_urls=False), losses=losses, max_negatives=1)
-        one = index_part(JsonLines(path), form, Part(0, path.stat().st_size), with_keys=False)
+        reader = JsonLines(path)
+        (part,) = reader.parts()
+        one = index_part(reader, form, part, with_keys=False)
         return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(one).items()}
 
     lines = [json.dumps(one) for one in PLAIN]
