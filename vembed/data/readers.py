@@ -162,8 +162,7 @@ class JsonLines(TextFile):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        decoder = json.JSONDecoder(parse_constant=_no_constant)
-        self._decode, self._scan_once = decoder.raw_decode, decoder.scan_once
+        self._decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the file again."""
@@ -216,8 +215,8 @@ class JsonLines(TextFile):
             if not lines[-1]:
                 lines.pop()
             lines = [line.strip(_AROUND) for line in lines]
-            found = [self._scan_once(line, 0) for line in lines]
-        except (ValueError, StopIteration, RecursionError):
+            found = [self._decode(line) for line in lines]
+        except (ValueError, RecursionError):
             return None
         if any(end != len(line) for (_, end), line in zip(found, lines, strict=True)):
             return None
