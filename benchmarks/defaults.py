@@ -8,7 +8,8 @@ sentence-transformers.
 
 `search`: each searched value is tried with one seed; the defaults and the best two others then with all seeds. The
 share is the gain of the defaults over the model as it is, of the best mean gain. `adapters`: the gain with `use_lora:
-true` as a share of that of all weights, in the same steps. `peers`: the same training data by the four-line config and
+true` as a share of that of all weights, in the same steps. `search --option use_lora=true` searches for adapters, their rank
+too. `peers`: the same training data by the four-line config and
 by sentence-transformers at its documented settings (one epoch, batches of 16 without duplicates, learning rate 2e-5,
 10 % warm-up). All are scored on a test set that no side has seen; vembed chooses its checkpoint on the validation set.
 Each run is a line of a JSONL; what it holds is not run again, and `--minutes` ends a search that is continued later.
@@ -34,6 +35,7 @@ from benchmarks.collections_here import COLLECTIONS, Collection
 from benchmarks.defaults_table import print_tables
 from benchmarks.tiny_models import MODELS
 from benchmarks.train import machine
+from vembed.config.rate import ADAPTERS
 from vembed.tools.demo import demo_model
 
 Options = dict[str, Any]
@@ -55,6 +57,8 @@ SEARCHED: list[Options] = [
     {"weight_decay": 0.1},
 ]
 """Values that are tried by hand, one option at a time, besides learning rates and epochs."""
+OF_ADAPTERS: list[Options] = [{"lora_r": 8}, {"lora_r": 64}]
+"""Values that are tried with `--option use_lora=true` too."""
 NUM_CONFIRMED = 2
 """How many of the searched values are run with all seeds."""
 
@@ -240,9 +244,11 @@ def search(trial: Trial) -> None:
     """Try each value with the first seed, and the best with all."""
     given = trial.arguments
     trial.before()
-    tried: list[Options] = [{"learning_rate": value} for value in RATES[given.family]]
+    has_adapters = dict(given.option).get("use_lora", False)
+    times = ADAPTERS if has_adapters else 1.0
+    tried: list[Options] = [{"learning_rate": times * value} for value in RATES[given.family]]
     tried += [{"epochs": value} for value in LONGER[given.family]]
-    tried += SEARCHED
+    tried += SEARCHED + (OF_ADAPTERS if has_adapters else [])
     if given.only:
         tried = [one for one in tried if set(one) & set(given.only)]
     confirm(trial, [{}], range(given.seeds))
