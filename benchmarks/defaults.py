@@ -8,10 +8,10 @@ sentence-transformers.
 
 `search`: each searched value is tried with one seed; the defaults and the best two others then with all seeds. The
 share is the gain of the defaults over the model as it is, of the best mean gain. `adapters`: the gain with `use_lora:
-true` as a share of that of all weights, in the same steps. `search --option use_lora=true` searches for adapters, their rank
-too. `peers`: the same training data by the four-line config and
-by sentence-transformers at its documented settings (one epoch, batches of 16 without duplicates, learning rate 2e-5,
-10 % warm-up). All are scored on a test set that no side has seen; vembed chooses its checkpoint on the validation set.
+true` as a share of that of all weights, in the same steps. `search --option use_lora=true` searches for adapters, with
+their rank. `peers`: the same training data by the four-line config and by sentence-transformers at its documented
+settings (one epoch, batches of 16 without duplicates, learning rate 2e-5, 10 % warm-up). All are scored on a test set
+that no side has seen; vembed chooses its checkpoint on the validation set.
 Each run is a line of a JSONL; what it holds is not run again, and `--minutes` ends a search that is continued later.
 `table` prints what the file holds as Markdown.
 """
