@@ -34,8 +34,8 @@ from vembed.families import model_files
 
 CPU = torch.device("cpu")
 GROUP = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-A_MINUTE_OR_SO = 3 / 60
-"""dist_timeout_minutes of the tests: three seconds."""
+A_MINUTE_OR_SO = 5 / 60
+"""dist_timeout_minutes of the tests: five seconds."""
 
 
 # ---- the launcher's variables ----------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ from vembed.distributed.session import start_session
 for number in range(3):
     if number and os.environ["RANK"] == "0":
         time.sleep(0.5)  # the other one is first at the next meeting, where the store still has the last addresses
-    config = TrainConfig(model_name="none", data_path="none", strategy="ddp", dist_timeout_minutes=0.2)
+    config = TrainConfig(model_name="none", data_path="none", strategy="ddp", dist_timeout_minutes=1)
     with start_session(config):
         sys.stdout.write(f"SUM {collectives.sum_scalars([1.0])[0]}\\n")
 """

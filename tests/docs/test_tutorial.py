@@ -40,7 +40,7 @@ def started(words: list[str]) -> Iterator[None]:
             yield
         finally:
             process.terminate()
-            rest = process.communicate(timeout=30)[0]
+            rest = process.communicate(timeout=120)[0]
         assert process.returncode == 0 and rest == "stopped\n"
 
 

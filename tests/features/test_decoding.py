@@ -55,7 +55,7 @@ def test_both_phases_of_a_step_decode_each_image_once_and_in_threads_of_their_ow
 def test_as_many_images_are_decoded_at_once_as_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=4)
     features = features_of(mine, 4)
-    together = threading.Barrier(4, timeout=60)
+    together = threading.Barrier(4, timeout=200)
     load = pixels.load_image
 
     def waiting(ref: ImageRef) -> Image.Image:

@@ -55,7 +55,7 @@ def test_a_machine_of_another_run_is_refused(tmp_path: Path) -> None:
     port = free_port()
     machines = [start(config, number, port, "--run-id", word) for number, word in enumerate(("monday", "friday"))]
     for number, machine in enumerate(machines):
-        assert machine.wait(timeout=100) == 2
+        assert machine.wait(timeout=300) == 2
         err = errors_of(config, number).read_text()
         assert "belong to different runs (VEMBED_RUN_ID monday and friday)" in err and "Traceback" not in err
     assert not (tmp_path / "run").exists()

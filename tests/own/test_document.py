@@ -238,7 +238,7 @@ def test_the_documents_command_trains(tmp_path: Path) -> None:
         "--output", str(tmp_path), "--pairs", "200", "max_steps=3",
     ]  # fmt: skip
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = command(*words, module="torch.distributed.run", folder=ROOT, env=env, timeout=200)
+    done = command(*words, module="torch.distributed.run", folder=ROOT, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(re.findall(r"^Loss: \d+\.\d{4}$", done.stdout, re.MULTILINE)) == 6, "one line per step, from rank 0"
     log = (tmp_path / "pretrain" / "training_log.txt").read_text()

@@ -54,7 +54,7 @@ def url() -> Iterator[str]:
 
 def post(url: str, values: Any) -> Any:
     request = urllib.request.Request(url, json.dumps(values).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)
 
 
@@ -127,7 +127,7 @@ def test_what_clients_get_wrong(url: str, route: str, values: Any, code: int, sa
 
 def test_what_is_known_about_the_server(url: str) -> None:
     for route, key in (("/health", "status"), ("/v1/models", "data"), ("/info", "max_input_length")):
-        with urllib.request.urlopen(url + route, timeout=30) as answer:
+        with urllib.request.urlopen(url + route, timeout=120) as answer:
             assert key in json.load(answer)
 
 

@@ -151,7 +151,7 @@ from vembed.training.optim import build_optimizer
 build_optimizer(TinyModel(), TinyLoss(), config_for({str(tmp_path)!r}, optim="adamw_8bit"))
 """
     # A process that has imported nothing yet.
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
     assert (done.stdout, done.stderr) == ("", "")
 
 

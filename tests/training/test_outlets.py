@@ -36,7 +36,7 @@ def test_a_pipe_that_nobody_reads_ends_no_run(tmp_path: Path) -> None:
     process = started(tmp_path, tmp_path / "pipe")
     with (tmp_path / "pipe").open() as pipe:
         pipe.readline()
-    assert process.wait(timeout=100) == 0
+    assert process.wait(timeout=300) == 0
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
     told = (tmp_path / "run" / "training_log.txt").read_text()
     assert told.count("the console is closed; the run continues") == 1
@@ -52,7 +52,7 @@ def test_a_closed_terminal_is_a_signal_and_the_checkpoint_is_saved(tmp_path: Pat
     os.close(inner)
     os.close(terminal)  # what is written from now on fails
     process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=100) == 143
+    assert process.wait(timeout=300) == 143
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     assert (checkpoint / "manifest.json").exists()
 
