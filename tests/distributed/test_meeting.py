@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 import torch.distributed as dist
 
+import vembed
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
 from vembed.config.loading import resolve_run
@@ -161,3 +162,14 @@ def test_files_versions_and_launches_are_compared(what: str, named: str, meeting
 
 def test_the_same_data_in_another_place_are_the_same(meetings: list[dict[str, str | None]]) -> None:
     assert meetings[0]["same data elsewhere"] is None
+
+
+def test_checkouts_of_one_version_are_told_apart_by_their_sources(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.py").write_text("x = 1")
+    before = meeting.sources_digest(tmp_path)
+    (tmp_path / "a.pyc").write_text("of no account")
+    assert meeting.sources_digest(tmp_path) == before
+    (tmp_path / "inner" / "a.py").write_text("x = 2")
+    assert meeting.sources_digest(tmp_path) != before
+    assert meeting.versions()["vembed's version"].startswith(f"{vembed.__version__} (sources ")

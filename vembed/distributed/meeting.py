@@ -7,6 +7,7 @@ which all ranks read: a run id, or one sentence with which each of them ends.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -14,11 +15,13 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+import vembed
 from vembed.distributed import collectives
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.launch import LAUNCHER, MADE_ID, RUN_ID
@@ -31,7 +34,8 @@ Introduction = Callable[[RankInfo], Mapping[str, Any]]
 
 JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_COMPLETION_ID")
 """Variables of cluster systems that are the same on all machines of a job."""
-COMPARED_PACKAGES = ("vembed", "torch", "transformers", "accelerate")
+COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
+"""Beside vembed itself."""
 COMPARED = "compared"
 """Key of a fact that is a dict of what is compared and how a message shows it ("shown")."""
 DECIDED = " (decided)"
@@ -63,7 +67,16 @@ def new_run_id() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions that must be equal on all ranks."""
-    return {f"{name}'s version": metadata.version(name) for name in COMPARED_PACKAGES}
+    own = f"{vembed.__version__} (sources {sources_digest(Path(vembed.__file__).parent)})"
+    return {"vembed's version": own, **{f"{name}'s version": metadata.version(name) for name in COMPARED_PACKAGES}}
+
+
+def sources_digest(folder: Path) -> str:
+    """Return a digest of a package's source files: checkouts of different days have one version number."""
+    digest = hashlib.blake2b(digest_size=4)
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def meet(store: Store, ranks: RankInfo, limit: Limit, launch: Mapping[str, Any], introduce: Introduction) -> Met:
