@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -112,18 +113,19 @@ def index_part(
     starts, sizes, lines = array("q"), array("q"), array("q")
     values, num_keys, members = array("q"), array("q"), array("q")
     counts = Counts()
+    num_plain: Counter[int] = Counter()  # pairs of texts, by their number of negatives
     num_bad = 0
     problems: list[tuple[int, str]] = []
     with closing(_Images()) as images:
         scan = reader.scan_part(part)
         while block := list(itertools.islice(scan, BLOCK)):
             say(len(starts) + num_bad)
-            num_negatives = None if with_keys else form.num_plain_negatives([found[3] for found in block])
+            by_field = list(zip(*block, strict=True))
+            num_negatives = None if with_keys else form.num_plain_negatives(by_field[3])
             if num_negatives is not None:
-                starts.extend([found[0] for found in block])
-                sizes.extend([found[1] for found in block])
-                lines.extend([found[2] for found in block])
-                counts = counts.plus(Counts.of_texts(len(block), num_negatives))
+                for column, found in zip((starts, sizes, lines), by_field[:3], strict=True):
+                    column.extend(found)
+                num_plain[num_negatives] += len(block)
                 continue
             for start, size, line, outcome in _outcomes(block, form, images):
                 if isinstance(outcome, BadRecord):
@@ -141,6 +143,8 @@ def index_part(
                     keys = content_keys(outcome)
                     values.extend(keys)
                     num_keys.append(len(keys))
+    for num_negatives, num_records in num_plain.items():
+        counts = counts.plus(Counts.of_texts(num_records, num_negatives))
     return PartIndex(
         starts=np.array(starts),
         sizes=np.array(sizes, dtype=np.uint32),

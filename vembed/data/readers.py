@@ -27,7 +27,7 @@ MAX_ARRAY = 2**30
 Found = tuple[int, int, int, Any]
 """Position, size and line of a record, and the record itself or a `BadRecord`."""
 
-PIECE_BYTES = 2**20
+PIECE_BYTES = 2**18
 """Bytes that are read and parsed together."""
 
 _BOM = b"\xef\xbb\xbf"
@@ -204,7 +204,7 @@ class JsonLines(TextFile):
                 if not data.endswith(b"\n"):
                     return
                 start += len(data)
-                number += data.count(b"\n")
+                number += data.count(b"\n") if records is None else len(records)
 
     def _plain_records(self, data: bytes) -> list[Any] | None:
         """Return the records of whole lines; None if one of them is not plainly a record."""
@@ -218,9 +218,8 @@ class JsonLines(TextFile):
             found = [self._decode(line) for line in lines]
         except (ValueError, RecursionError):
             return None
-        if any(end != len(line) for (_, end), line in zip(found, lines, strict=True)):
-            return None
-        return [record for record, _ in found]
+        is_whole = [end for _, end in found] == list(map(len, lines))
+        return [record for record, _ in found] if is_whole else None
 
     def _by_line(self, file: BinaryIO, start: int, stop: int, number: int) -> Iterator[Found]:
         inside_long = False

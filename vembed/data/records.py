@@ -62,9 +62,8 @@ class RecordFormat:
         texts = (layout.query, layout.positive, *layout.negatives)
         if len(set(texts)) != len(layout.columns()):  # scores, images and prompts are looked at one by one
             return None
-        for name in texts:
-            if not _are_texts([record[name] for record in records]):
-                return None
+        if not _are_texts([record[name] for name in texts for record in records]):
+            return None
         negatives = tuple(Item(first[name]) for name in layout.negatives)[: self._max_negatives]
         try:
             for loss in self._losses:
