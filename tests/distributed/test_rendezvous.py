@@ -26,7 +26,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     number = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(number))
-    monkeypatch.setattr(rendezvous, "LINE_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "LINE_SECONDS", 0.05)
     yield number
 
 

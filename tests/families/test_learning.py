@@ -34,15 +34,15 @@ def _train(settings: dict[str, Any]) -> None:
 
 def test_clip_learns_to_find_pictures_of_words_and_two_processes_take_the_same_steps(tmp_path: Path) -> None:
     words, _ = halves()
-    words = words[:20]
+    words = words[:10]
     settings = {
         "model_name": str(shared(small_clip)),
-        "data_path": str(words_and_pictures(tmp_path, words, 24, "train", seed=0)),
+        "data_path": str(words_and_pictures(tmp_path, words, 12, "train", seed=0)),
         "val_data_path": str(words_and_pictures(tmp_path, words, 1, "val", seed=1)),
         "output_dir": str(tmp_path / "one"),
-        "global_batch_size": 20,
+        "global_batch_size": 10,
         "no_duplicates": True,
-        "epochs": 6,
+        "epochs": 8,
         "learning_rate": 2e-3,
         "warmup_steps": 12,
         "lr_scheduler_type": "constant",
@@ -54,11 +54,11 @@ def test_clip_learns_to_find_pictures_of_words_and_two_processes_take_the_same_s
     }
     one = trained(settings)
     chance = 1 / len(words)
-    assert one["after"]["recall@1"] >= 5 * chance
+    assert one["after"]["recall@1"] >= 4 * chance
     assert one["after"]["recall@1"] > one["before"]["recall@1"]
-    few = {"val_data_path": None, "max_steps": 12, "output_dir": str(tmp_path / "two")}
+    few = {"val_data_path": None, "max_steps": 6, "output_dir": str(tmp_path / "two")}
     two = trained({**settings, **few}, nproc=2)
-    np.testing.assert_allclose(two["losses"][:6], one["losses"][:6], rtol=1e-4)
+    np.testing.assert_allclose(two["losses"], one["losses"][:6], rtol=1e-4)
 
 
 def test_vit_learns_which_pictures_show_the_same(tmp_path: Path) -> None:
@@ -66,8 +66,8 @@ def test_vit_learns_which_pictures_show_the_same(tmp_path: Path) -> None:
     found = trained(
         {
             "model_name": str(shared(small_vit)),
-            "data_path": str(picture_pairs(tmp_path, words[:20], 28, "train", seed=0)),
-            "val_data_path": str(picture_pairs(tmp_path, words[:20], 1, "val", seed=1)),
+            "data_path": str(picture_pairs(tmp_path, words[:10], 20, "train", seed=0)),
+            "val_data_path": str(picture_pairs(tmp_path, words[:10], 1, "val", seed=1)),
             "output_dir": str(tmp_path / "run"),
             "batch_size": 12,
             "epochs": 4,
@@ -77,7 +77,7 @@ def test_vit_learns_which_pictures_show_the_same(tmp_path: Path) -> None:
             "report_to": "none",
         }
     )
-    assert found["after"]["recall@1"] >= 5 / 20
+    assert found["after"]["recall@1"] >= 4 / 10
     assert found["after"]["recall@1"] > found["before"]["recall@1"]
 
 

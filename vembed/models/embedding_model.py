@@ -112,6 +112,7 @@ class EmbeddingModel(nn.Module):
             found = Collected()
             asked = None
             if losses is not None and self.language is not None and modality == "text":
+                # Before the tower runs: an encoder must not see the tokens that it has to tell.
                 asked = self.language.hidden(inputs)
                 inputs = asked.inputs
             features = tower_features(self.description, self.backbone, modality, inputs, found)

@@ -108,6 +108,7 @@ def hidden_states(
         tokens, places = input_ids.flatten(), torch.arange(longest, device=device).repeat(num_texts)
         starts = torch.arange(num_texts + 1, device=device) * longest
     else:
+        # Each token's position in its own text, wherever the padding stands.
         index = token_index(mask) if index is None else index
         tokens, places = input_ids.flatten()[index], (mask.cumsum(dim=1) - 1).flatten()[index]
         # Cumulative text lengths with a leading 0: [n + 1].
@@ -165,6 +166,7 @@ def attention(
     causal = bool(module.__dict__.get("is_causal", False) if is_causal is None else is_causal)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window if sliding_window is not None and sliding_window < packed.longest else None
+    # The packed row is a batch of one: [1, heads, tokens, size]. Without its padding, lengths tell the texts apart.
     query, key, value = (one[0].transpose(0, 1) for one in (query, key, value))  # [tokens, heads, size of a head]
     narrow = half_dtype(query, key, value)
     if query.device.type == "cuda" and narrow is not None:
