@@ -56,9 +56,9 @@ def test_clip_learns_to_find_pictures_of_words_and_two_processes_take_the_same_s
     chance = 1 / len(words)
     assert one["after"]["recall@1"] >= 4 * chance
     assert one["after"]["recall@1"] > one["before"]["recall@1"]
-    few = {"val_data_path": None, "max_steps": 6, "output_dir": str(tmp_path / "two")}
+    few = {"val_data_path": None, "max_steps": 12, "output_dir": str(tmp_path / "two")}
     two = trained({**settings, **few}, nproc=2)
-    np.testing.assert_allclose(two["losses"], one["losses"][:6], rtol=1e-4)
+    np.testing.assert_allclose(two["losses"][:6], one["losses"][:6], rtol=1e-4)
 
 
 def test_vit_learns_which_pictures_show_the_same(tmp_path: Path) -> None:
