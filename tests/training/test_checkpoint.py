@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.checkpoint.logger import _dcp_logger
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.harness import rank_outcomes, run_ranks
@@ -25,6 +26,7 @@ from vembed.training import integrity
 from vembed.training.checkpoint import Checkpointer, latest_good, read_state
 from vembed.training.loop_state import LoopState
 from vembed.training.optim import build_optimizer
+from vembed.training.state import quieten_torch
 
 
 class Run:
@@ -495,3 +497,8 @@ def test_the_last_asynchronous_save_is_finished_whatever_ends_the_run(tmp_path, 
             with pytest.raises(ZeroDivisionError):
                 crash(run)
     assert (latest_good(tmp_path) is None) == failing
+
+
+def test_torch_makes_no_record_of_each_tensor():
+    quieten_torch()
+    assert not _dcp_logger.isEnabledFor(logging.INFO), "the logger has another name now"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -58,7 +59,8 @@ class _Leaf:
 
 
 def quieten_torch() -> None:
-    """Suppress torch's warnings about FSDP1's sharded state and about saving in a single process, in all threads."""
+    """Suppress torch's warnings about FSDP1's sharded state and about saving in a single process, in all threads, and
+    its records of every tensor that is saved."""
     for message in (
         "torch.distributed is disabled, unavailable or uninitialized",
         "Please use DTensor instead and we are deprecating ShardedTensor",
@@ -66,6 +68,8 @@ def quieten_torch() -> None:
         "Multiple backends are registered with this ProcessGroup",
     ):
         warnings.filterwarnings("ignore", message=message)
+    # It writes two records for each tensor of a checkpoint, which nobody reads and which take longer than a small save.
+    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)
 
 
 def tensors_of(
