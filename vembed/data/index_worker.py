@@ -6,6 +6,7 @@ the user's script, and it imports no torch.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import subprocess
@@ -21,6 +22,8 @@ from vembed.data.readers import Part, Reader
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 
+OBJECTS_BETWEEN_COLLECTIONS = 100_000
+"""Python's default of 700 looks for cycles several times in each block of records, which have none."""
 MOST_WORKERS = 16
 """More processes than these wait for the disk."""
 
@@ -97,6 +100,7 @@ def main() -> None:
     """Index the parts that stdin names, until it ends."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not get between the answers
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     jobs = _messages(sys.stdin.buffer)
     reader, form, with_keys = pickle.loads(next(jobs))  # from the parent process
     for data in jobs:
