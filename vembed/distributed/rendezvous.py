@@ -124,14 +124,20 @@ def not_found(ranks: RankInfo, limit: Limit, why: str) -> UserError:
     )
 
 
+_kept: dict[int, Store] = {}
+"""Rank 0's stores by port, up to the end of the process: where a launch holds several sessions, the others may come for
+the next one before rank 0 has left this one, and a store that was about to close would answer them."""
+
+
 def _host(ranks: RankInfo, limit: Limit) -> Store:
     port = int(os.environ["MASTER_PORT"])
     try:
         # Through loopback: the server listens on all interfaces, and whether the others reach it they will say.
-        return TCPStore(
+        _kept[port] = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True,
             timeout=timedelta(seconds=max(limit.seconds_left, 1.0)),
         )  # fmt: skip
+        return _kept[port]
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error) and "EACCES" not in str(error):
             raise not_found(ranks, limit, str(error).splitlines()[0]) from error
