@@ -1,4 +1,4 @@
-"""GgufFormat: a file for llama.cpp, written by llama.cpp's own converter and checked in llama-cpp-python."""
+"""GgufFormat: a file for llama.cpp, written by llama.cpp's own converter and checked in llama-cpp-python or xllamacpp."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from vembed.data.examples import Kind
 from vembed.errors import RunError
@@ -36,8 +37,11 @@ class GgufFormat:
                 f"{CONVERTER} is not on the PATH: `git clone https://github.com/ggml-org/llama.cpp`, install its "
                 "requirements, and add its folder to PATH"
             )
-        if find_spec("llama_cpp") is None:
-            return "llama-cpp-python, in which this format is checked, is not installed: `pip install llama-cpp-python`"
+        if find_spec("llama_cpp") is None and find_spec("xllamacpp") is None:
+            return (
+                "neither llama-cpp-python nor xllamacpp, in which this format is checked, is installed: "
+                "`pip install xllamacpp` (wheels) or `pip install llama-cpp-python` (compiled there)"
+            )
         return None
 
     def refusal(self, embedder: Embedder) -> str | None:
@@ -67,7 +71,7 @@ class GgufFormat:
 
     def reader(self, folder: Path) -> ExportReader:
         """Return the export in llama.cpp."""
-        return GgufReader(folder)
+        return GgufReader(folder) if find_spec("llama_cpp") is not None else GgufServer(folder)
 
 
 class GgufReader:
@@ -92,3 +96,38 @@ class GgufReader:
         """Return [n, d] embeddings."""
         prompt = self.texts.prompts.get(kind or "", "")
         return np.array([self.model.embed(prompt + text, normalize=True, truncate=True) for text in texts], np.float32)
+
+
+class GgufServer:
+    """An export in llama.cpp's own server, inside this process, by xllamacpp."""
+
+    def __init__(self, folder: Path) -> None:
+        module: Any = import_module("xllamacpp")
+        self.runtime = f"llama.cpp (xllamacpp {module.__version__})"
+        self.texts = FolderTexts(folder)
+        settings: Any = module.CommonParams()
+        settings.model.path = str(folder / GGUF_FILE)
+        settings.embedding = True
+        settings.n_parallel = 1
+        settings.cpuparams.n_threads = torch.get_num_threads()
+        # Room for special tokens beside a text of the greatest length.
+        settings.n_ctx = settings.n_batch = settings.n_ubatch = self.texts.max_length + 8
+        self.server: Any = module.Server(settings)
+
+    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
+        """Return the token ids of a text with its prompt, by the exported tokenizer: the server does not tell its
+        own."""
+        return self.texts.token_ids(text, kind)
+
+    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
+        """Return [n, d] embeddings."""
+        prompt = self.texts.prompts.get(kind or "", "")
+        return np.stack([self._embedding(prompt + text, self.texts.token_ids(text, kind)) for text in texts])
+
+    def _embedding(self, text: str, ids: list[int]) -> np.ndarray:
+        # The server refuses what is longer than its context; clients cut such texts, and so it is done here.
+        given: str | list[int] = text if len(ids) < self.texts.max_length else ids
+        answer = self.server.handle_embeddings({"input": given})
+        if "data" not in answer:
+            raise RunError(f"llama.cpp gave no embedding of a text of {len(ids):,d} tokens: {answer}")
+        return np.array(answer["data"][0]["embedding"], np.float32)
