@@ -1,4 +1,4 @@
-"""GgufFormat: a file for llama.cpp, written by llama.cpp's own converter and checked in llama-cpp-python or xllamacpp."""
+"""GgufFormat: a file for llama.cpp, written by its own converter and checked in llama-cpp-python or xllamacpp."""
 
 from __future__ import annotations
 
