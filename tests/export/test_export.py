@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from typer.testing import CliRunner, Result
 import vembed
 from tests.tiny import shared, texts, tiny_bert_st, tiny_qwen3_vl, tiny_siglip, tiny_siglip2
 from vembed.cli import app
-from vembed.errors import UserError
-from vembed.export import onnx_format, onnx_images
+from vembed.errors import RunError, UserError
+from vembed.export import gguf_format, onnx_format, onnx_images
 from vembed.export.check import distances
 from vembed.export.onnx_format import OnnxFormat
 from vembed.export.safetensors_format import SafetensorsFormat
@@ -190,7 +191,7 @@ def test_images_that_have_no_graph(make: Callable[..., Path], why: str, tmp_path
 
 
 def test_a_runtime_that_is_not_there_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vembed.export import gguf_format, openvino_format
+    from vembed.export import openvino_format
 
     monkeypatch.setattr(openvino_format, "find_spec", lambda _: None)
     monkeypatch.setattr(gguf_format.shutil, "which", lambda _: None)
@@ -201,6 +202,29 @@ def test_a_runtime_that_is_not_there_says_how_to_install_it(tmp_path: Path, monk
         done = run("export", model_folder(), tmp_path / "out", "--format", form)
         assert done.exit_code == 2 and way in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_gguf_in_the_server_of_llama_cpp(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a module in place of xllamacpp: a text longer than the model's limit is cut before it is sent."""
+    asked: list[Any] = []
+
+    class Server:
+        def __init__(self, settings: Any) -> None:
+            assert settings.embedding and settings.model.path.endswith("model.gguf")
+
+        def handle_embeddings(self, given: dict[str, Any]) -> dict[str, Any]:
+            asked.append(given["input"])
+            return {"data": [{"embedding": [3.0, 4.0]}]} if given["input"] != "" else {"error": "empty"}
+
+    parts = {"CommonParams": lambda: SimpleNamespace(model=SimpleNamespace(), cpuparams=SimpleNamespace())}
+    module = SimpleNamespace(__version__="1", Server=Server, **parts)
+    monkeypatch.setattr(gguf_format, "import_module", lambda _: module)
+    reader = gguf_format.GgufServer(exported)
+    np.testing.assert_array_equal(reader.encode(["red", "red " * 200], "query"), [[3, 4], [3, 4]])
+    assert asked == [QUERY_PROMPT + "red", reader.token_ids("red " * 200, "query")]
+    assert len(asked[1]) == reader.texts.max_length
+    with pytest.raises(RunError, match=r"llama\.cpp gave no embedding of a text of 2 tokens"):
+        reader.encode([""], None)
 
 
 def test_for_a_server(tmp_path: Path) -> None:
