@@ -292,6 +292,22 @@ def test_one_launch_holds_several_sessions(tmp_path: Path) -> None:
     assert done.stdout.count("SUM 2.0") == 6
 
 
+def sessions_in_turn(folder: str) -> int:
+    sums = 0
+    for _ in range(3):
+        with session.start_session(config_of(folder, strategy="ddp")) as one:
+            (found,) = collectives.sum_ints([1])
+            sums += found
+            if one.rank == 0:
+                time.sleep(0.3)
+    return sums
+
+
+def test_a_rank_may_come_to_the_next_meeting_before_rank_0_has_left_the_last_session() -> None:
+    """Both are at one address: the store of the last session is still there, and would end while they meet."""
+    assert run_ranks(sessions_in_turn, 2, str(shared(tiny_bert)), process_group=False) == [6, 6]
+
+
 def alone_under_torchrun(folder: str) -> tuple[str, bool]:
     with session.start_session(config_of(folder, use_fsdp=True)) as one:
         one.prepare(nn.Linear(3, 3))
