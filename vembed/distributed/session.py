@@ -197,8 +197,8 @@ class _Exits:
 _groups = itertools.count()
 """Number of process groups that this process has joined; equal on all processes of a launch."""
 _stores: list[Store] = []
-"""Stores that rank 0 keeps as long as its process lives. Another rank may come to the meeting of the next session before
-rank 0 has left the last one, and must not meet a store that is about to end."""
+"""Stores that rank 0 keeps as long as its process lives. Another rank may come to the meeting of the next session
+before rank 0 has left the last one, and must not meet a store that is about to end."""
 
 
 def start_session(
