@@ -177,6 +177,10 @@ def test_adapters_of_one_input_are_computed_together_and_give_the_same(make, opt
 def test_adapters_with_dropout_or_of_other_inputs_are_computed_apart():
     model = built(tiny.tiny_qwen3, use_lora=True, lora_dropout=0.1)
     assert not any("forward" in vars(one) for one in model.modules())
+    model = built(tiny.tiny_qwen3, use_lora=True)
+    assert sum("forward" in vars(one) for one in model.modules()) == 2 * 5
+    joint_adapters.separate_adapters([model.backbone])  # as before compilation
+    assert not any("forward" in vars(one) for one in model.modules())
     group = joint_adapters._Group([torch.nn.Linear(4, 2, bias=False) for _ in range(2)])
     first, second = torch.randn(3, 4), torch.randn(3, 4)
     for number, values in ((0, first), (1, second), (0, second), (1, second), (1, second.add_(1))):

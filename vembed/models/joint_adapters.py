@@ -4,9 +4,10 @@ matrices together, so that the input is read once."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -68,13 +69,10 @@ class _Group:
     def see(self, layer: nn.Module, given: tuple[Any, ...]) -> None:
         """Note the input of a layer, before it runs. What its adapter gets may be a copy of it in another dtype."""
         del layer
-        if not torch.compiler.is_compiling():
-            self._given = _Seen.of(given[0]) if given else _NOTHING
+        self._given = _Seen.of(given[0]) if given else _NOTHING
 
     def product(self, number: int, values: Tensor) -> Tensor:
         """Return the product of a member's weight with its input."""
-        if torch.compiler.is_compiling():  # the compiler sees the layers as they are
-            return type(self.members[number]).forward(self.members[number], values)
         if number not in self.waiting or not self._given.is_same(self._multiplied):
             products = torch.split(self._together(values), self.widths, dim=-1)
             self.waiting, self._multiplied = dict(enumerate(products)), self._given
@@ -105,6 +103,21 @@ def join_adapters(backbone: nn.Module, adapter: str) -> int:
                 one.forward = partial(group.product, number)  # type: ignore[method-assign]
             count += 1
     return count
+
+
+def separate_adapters(modules: Iterable[nn.Module]) -> None:
+    """Undo `join_adapters` inside of some modules: the compiler cannot follow an input from layer to layer."""
+    for module in (one for outer in modules for one in outer.modules()):
+        seen = [key for key, hook in module._forward_pre_hooks.items() if _is_of_group(hook)]
+        for key in seen:
+            del module._forward_pre_hooks[key]
+        own = vars(module).get("forward")
+        if isinstance(own, partial) and _is_of_group(own.func):
+            del module.forward
+
+
+def _is_of_group(function: Any) -> bool:
+    return isinstance(function, MethodType) and isinstance(function.__self__, _Group)
 
 
 def _first_matrix(children: Mapping[str, nn.Module], name: str, adapter: str) -> nn.Linear | None:

@@ -21,6 +21,7 @@ from transformers.utils import is_flash_attn_2_available
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.families.description import ModelDescription
+from vembed.models.joint_adapters import separate_adapters
 
 log = logging.getLogger(__name__)
 
@@ -132,5 +133,6 @@ def _recomputed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
 
 def compile_layers(layers: list[nn.Module], backend: str = "inductor") -> None:
     """Compile each layer once, with dynamic numbers of rows and tokens."""
+    separate_adapters(layers)
     for layer in layers:
         layer.compile(dynamic=True, backend=backend)
