@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -300,6 +301,7 @@ def sessions_in_turn(folder: str) -> int:
             sums += found
             if one.rank == 0:
                 time.sleep(0.3)
+        gc.collect()  # ends what the session held, also in circles
     return sums
 
 
