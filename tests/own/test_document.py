@@ -244,5 +244,5 @@ def test_the_documents_command_trains(tmp_path: Path) -> None:
     log = (tmp_path / "pretrain" / "training_log.txt").read_text()
     assert "FSDP2: 5 units (5 DecoderBlock) and the rest of the model" in log
     logged = [json.loads(line) for line in (tmp_path / "pretrain" / "metrics.jsonl").read_text().splitlines()]
-    assert {"loss/next_token", "loss/kl"} <= logged[0].keys()
+    assert {"loss/next_token", "loss/kl"} <= next(line for line in logged if "loss" in line).keys()
     assert (tmp_path / "embed" / "final" / "modules.json").is_file()
