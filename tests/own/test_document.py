@@ -241,6 +241,7 @@ def test_the_documents_command_trains(tmp_path: Path) -> None:
     done = command(*words, module="torch.distributed.run", folder=ROOT, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(re.findall(r"^Loss: \d+\.\d{4}$", done.stdout, re.MULTILINE)) == 6, "one line per step, from rank 0"
+    assert re.search(r"^embedding: nDCG@10 0\.\d{4}, and 0\.\d{4} before all training$", done.stdout, re.MULTILINE)
     log = (tmp_path / "pretrain" / "training_log.txt").read_text()
     assert "FSDP2: 5 units (5 DecoderBlock) and the rest of the model" in log
     logged = [json.loads(line) for line in (tmp_path / "pretrain" / "metrics.jsonl").read_text().splitlines()]
