@@ -293,14 +293,18 @@ def test_one_launch_holds_several_sessions(tmp_path: Path) -> None:
     assert done.stdout.count("SUM 2.0") == 6
 
 
+def short_session(folder: str) -> int:
+    with session.start_session(config_of(folder, strategy="ddp")) as one:
+        (found,) = collectives.sum_ints([1])
+        if one.rank == 0:
+            time.sleep(0.3)
+        return found
+
+
 def sessions_in_turn(folder: str) -> int:
     sums = 0
     for _ in range(3):
-        with session.start_session(config_of(folder, strategy="ddp")) as one:
-            (found,) = collectives.sum_ints([1])
-            sums += found
-            if one.rank == 0:
-                time.sleep(0.3)
+        sums += short_session(folder)
         gc.collect()  # ends what the session held, also in circles
     return sums
 
