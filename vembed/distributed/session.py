@@ -196,9 +196,6 @@ class _Exits:
 
 _groups = itertools.count()
 """Number of process groups that this process has joined; equal on all processes of a launch."""
-_stores: list[Store] = []
-"""Stores that rank 0 keeps as long as its process lives. Another rank may come to the meeting of the next session
-before rank 0 has left the last one, and must not meet a store that is about to end."""
 
 
 def start_session(
@@ -278,8 +275,6 @@ def _join(
             store: Store = dist.HashStore()  # type: ignore[attr-defined]
         else:
             store, rank_info = _met(run, rank_info, introduce)
-            if rank_info.rank == 0:
-                _stores.append(store)
         if rank_info.world_size > rank_info.local_world_size:
             _choose_interface()  # read by gloo when the group starts
         dist.init_process_group(
