@@ -60,7 +60,7 @@ SEARCHED: list[Options] = [
 OF_ADAPTERS: list[Options] = [{"lora_r": 8}, {"lora_r": 64}]
 """Values that are tried with `--option use_lora=true` too."""
 NUM_CONFIRMED = 2
-"""How many of the searched values are run with all seeds."""
+"""Number of the searched values that are run with all seeds."""
 
 
 class Runs:

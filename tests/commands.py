@@ -88,7 +88,7 @@ def command(
     env: Mapping[str, str] | None = None,
     timeout: float = LIMIT,
 ) -> subprocess.CompletedProcess[str]:
-    """As `start`, and wait; return how it ended and what it said."""
+    """Run the command as `start` does, wait for its end, and return its exit code and output."""
     with tempfile.TemporaryDirectory(prefix="vembed-command-") as place:
         out, err = (Path(place, name) for name in ("stdout", "stderr"))
         process = start(*words, module=module, stdout=out, stderr=err, folder=folder, env=env)
