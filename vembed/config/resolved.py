@@ -112,7 +112,9 @@ def decide(
     strategy = _strategy(config, given, base)
     values = {name: given[name].value for name in FSDP_OPTIONS if name in given and given[name].value is not None}
     own = [one for one in given.values() if one.option in FSDP_OPTIONS and one.level in BY_HAND]
+    # Recomputation has a decision of its own, also where nothing is sharded.
     own = [one for one in own if one.value is not None and one.option != "fsdp_activation_checkpointing"]
+    # Also for `auto`: the placement may choose FSDP, and needs its settings then.
     fsdp, fsdp_notes = resolve_fsdp(config, values, base) if strategy.value in ("auto", "fsdp") else (None, [])
     found = list(notes)
     if fsdp is None and _wants_fsdp(config):
@@ -146,6 +148,7 @@ def _check_file(config: TrainConfig, given: Mapping[str, Given], file: Accelerat
     if file is None or file.distribution == "fsdp" or not _wants_fsdp(config):
         return
     asked = given["use_fsdp" if config.use_fsdp else "strategy"]
+    # A stronger source (the command line over the YAML) may ask for FSDP beside such a file.
     if asked.level <= given["accelerate_config"].level:
         raise UserError(
             f"{asked.option}: {str(asked.value).lower()}, but {file.source} is for {file.distribution}: name a file "
@@ -167,17 +170,20 @@ def _strategy(config: TrainConfig, given: Mapping[str, Given], base: str) -> Dec
     if _wants_fsdp(config):
         source = given["use_fsdp" if config.use_fsdp else "strategy"].source
         sharding = given.get("fsdp_sharding_strategy")
+        # FSDP with NO_SHARD is a copy on each process, which ddp gives without wrapping anything.
         if sharding is not None and sharding.value == "NO_SHARD":
             return Decision("ddp", "asked for by fsdp_sharding_strategy: NO_SHARD", source)
         return Decision("fsdp", f"asked for, with the options of {base}", source)
     if config.strategy != "auto":
         return Decision(config.strategy, "asked for", given["strategy"].source)
+    # Given and false: `_wants_fsdp` has answered the other case.
     if "use_fsdp" in given:
         return Decision("ddp", "use_fsdp: false rules sharding out", given["use_fsdp"].source)
     return Decision("auto", "decided by the size of the model: ddp where it fits, fsdp where it does not")
 
 
 def _recomputation(given: Mapping[str, Given], strategy: Decision[AskedStrategy]) -> Decision[bool]:
+    # The name of the two that is not FSDP's wins; both switch the same thing.
     for name in ("gradient_checkpointing", "fsdp_activation_checkpointing"):
         if name in given and given[name].value is not None:
             return _asked(name, bool(given[name].value), given)
@@ -207,6 +213,7 @@ def _timeout(
         seconds = 0.0
     if not 0 < seconds < math.inf:
         raise UserError(f"{TIMEOUT_VARIABLE}={said} must be a number of seconds above 0; or use dist_timeout_minutes")
+    # The config is more specific than the environment, also where it gives the default's value.
     if "dist_timeout_minutes" not in given:
         return Decision(seconds / 60, f"{TIMEOUT_VARIABLE}={said}", "environment")
     if seconds != 60 * asked.value:

@@ -69,6 +69,7 @@ def arrange(conflicts: Conflicts, size: int, max_batches: int, *, drop_last: boo
         batches = room.members
         if not drop_last or room.num_open == 0:
             break
+        # At least so many batches cannot be filled with what is left.
         num_batches -= -(-room.num_open // size)
     wanted = size if drop_last else 1
     return [np.sort(np.array(one, dtype=np.int64)) for one in batches if len(one) >= wanted]
@@ -81,6 +82,7 @@ def _upper_bound(conflicts: Conflicts, size: int, num_examples: int, drop_last: 
     low, high = 0, num_examples // size
     while low < high:
         middle = (low + high + 1) // 2
+        # Binary search: with more batches a group can place more, but more places are to be filled.
         placeable = int(np.minimum(conflicts.group_sizes, middle).sum()) + len(conflicts.free)
         low, high = (middle, high) if placeable >= middle * size else (low, middle - 1)
     return low
@@ -107,9 +109,11 @@ class _Room:
         """Place as many examples as possible. What comes last in the epoch's order is left out first."""
         num_places = self.num_open
         keys, free = conflicts.keys, conflicts.free
+        # Examples with conflicts first, while there is choice. Those late in the order wait: they are left out first.
         waiting = [one for one in keys if one >= num_places or not self._place(one, keys[one])]
         head = free[free < num_places]
         self._place_free(head)
+        # Then those that waited, before the free examples that come even later.
         waiting = [one for one in waiting if not self._place(one, keys[one])]
         self._place_free(free[len(head) :])
         if self.num_open and waiting:

@@ -119,6 +119,7 @@ class BatchSchedule:
         self._members = self._sources_of_groups(tasks)
         self._orders: dict[int, Batches] = {}
         self._lock = threading.Lock()
+        # Epoch 0 fixes the number of batches of every epoch, so that a step number gives epoch and batch.
         first = self._groups(0)
         self._num_batches = [len(group) for group in first]
         self.steps_per_epoch = sum(self._num_batches)
@@ -133,6 +134,7 @@ class BatchSchedule:
         """Return the int64 indices of the examples of one global batch, in order."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} of an epoch of {self.steps_per_epoch} steps")
+        # Threads prepare several batches at once, and must not compute one epoch's order twice.
         with self._lock:
             order = self._orders.get(epoch)
             if order is None:
@@ -195,6 +197,7 @@ class BatchSchedule:
         if self.homogeneous:
             number = list(range(len(self.sizes)) if tasks is None else tasks)
             for place, source in enumerate(self._classes):
+                # Behind all numbers of tasks, so that it equals none of them.
                 number[source] = len(self.sizes) + place
         groups: dict[int, list[int]] = {}
         for source, one in enumerate(number):
@@ -219,6 +222,7 @@ class BatchSchedule:
             return groups[0]
         batches = [batch for group in groups for batch in group.rows(range(len(group)))]
         if self.turns:
+            # Stable by place in the group: the first batch of every group, then the second, and so on.
             turn = np.concatenate([np.arange(len(group)) for group in groups])
             order = np.argsort(turn, kind="stable")
         else:
@@ -258,6 +262,7 @@ class BatchSchedule:
         size, num_drawn = self.sizes[source], self._num_drawn[source]
         begin, end = epoch * num_drawn, (epoch + 1) * num_drawn
         parts = []
+        # Pass n of a source covers its draws n * size to (n + 1) * size - 1, counted over all epochs.
         for number in range(begin // size, (end - 1) // size + 1):
             order = self._shuffled(size, _PASS, source, number)
             parts.append(order[max(0, begin - number * size) : end - number * size])
@@ -268,6 +273,7 @@ class BatchSchedule:
         if len(drawn) == 1:
             return drawn[0]
         source_of = np.repeat(np.arange(len(drawn)), [len(one) for one in drawn])
+        # Group 0 leaves its number out: the order of a single group does not depend on grouping.
         purpose = (_MIX, epoch) if group == 0 else (_MIX, epoch, group)
         source_of = source_of[self._shuffled(len(source_of), *purpose)]
         mixed = np.empty(len(source_of), dtype=np.int64)
@@ -282,6 +288,7 @@ class BatchSchedule:
         if not conflicts.keys:
             return self._blocks(stream, size)
         incomplete = self._keeps_incomplete(len(stream), size)
+        # Later epochs have at most as many batches as epoch 0.
         most = len(stream) if epoch == 0 else self._num_batches[group]
         arranged = [stream[rows] for rows in arrange(conflicts, size, most, drop_last=not incomplete)]
         if epoch == 0:

@@ -93,6 +93,7 @@ class ClassBatches:
             )
         self.size = min(batch_size, self.num_classes)
         sizes = members.sizes[self._classes]
+        # Examples that are alone in their class are not drawn, and do not count for the length of an epoch.
         drawn = round(num_drawn * int(sizes.sum()) / len(labels))
         self.num_batches = max(1, drawn // self.size)
         self._shares = _shares(sizes, self.num_batches, self.size)
@@ -101,6 +102,8 @@ class ClassBatches:
         """Return the batches of an epoch, int64 [num_batches, size]."""
         num = self.num_batches
         order = np.argsort(self._bits(self.num_classes, _CLASSES, epoch), kind="stable")
+        # Systematic sampling: with one random offset for all, each class gets its share of the slots, rounded up or
+        # down.
         offset = int(self._bits(1, _OFFSET, epoch)[0] % np.uint64(_UNIT))
         ends = (np.cumsum(self._shares[order]) + offset) // _UNIT
         counts = np.diff(ends, prepend=0)
@@ -113,6 +116,7 @@ class ClassBatches:
 
     def positives(self, examples: np.ndarray, epoch: int, step: int) -> np.ndarray:
         """Return another example of the same class for each example of a batch."""
+        # A shift by 1 to size - 1 places: any other member, never the example itself.
         others = self._members.sizes[self._members.number[examples]] - 1
         bits = self._bits(len(examples), _POSITIVES, epoch, step)
         return self._members.shifted(examples, 1 + (bits % others.astype(np.uint64)).astype(np.int64))

@@ -35,6 +35,7 @@ class Feeder:
 
     def feed(self, micro_batches: Sequence[MicroBatch], features: Sequence[Features]) -> Iterator[ModelInputs]:
         """Yield the inputs of each micro-batch, in order."""
+        # Texts only: nothing is to be decoded, so no thread is needed.
         if all(modality == "text" for micro_batch in micro_batches for modality, _ in micro_batch):
             for micro_batch in micro_batches:
                 yield self._to_device(self._collate(micro_batch, features))

@@ -35,6 +35,7 @@ def hold_out_by_source(store: ExampleStore, share: float, seed: int) -> tuple[Ex
     if any(labels is not None for labels in store.labels):
         raise UserError("val_split cannot hold out texts or images with a label; give val_data_path")
     groups = query_groups(store)
+    # By a hash of seed and content: what is held out does not depend on the order of the records.
     order = sorted(set(groups.tolist()), key=lambda group: _draw(seed, group))
     wanted = max(1, round(share * len(store)))
     sizes = dict(zip(*np.unique(groups, return_counts=True), strict=True))
@@ -85,6 +86,7 @@ def _joined(texts: dict[int, str]) -> dict[int, int]:
         for band in range(NUM_HASHES // ROWS):
             bucket = band, signature[band * ROWS : (band + 1) * ROWS].tobytes()
             other = buckets.setdefault(bucket, key)
+            # Union-find: the smallest key names the group, so that the order of the texts does not matter.
             first, second = sorted((root(other), root(key)))
             if first != second:
                 parent[second] = first

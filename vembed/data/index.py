@@ -57,6 +57,7 @@ class Index:
         """Return the index of the first records for which `is_kept` is true. Counts are scaled, not counted anew."""
         chosen = np.flatnonzero(is_kept)
         share = len(chosen) / max(len(self), 1)
+        # A count that every record has stays that; the others are estimates, for the log.
         scaled = {
             name: len(chosen) if value == len(self) else round(value * share)
             for name, value in asdict(self.counts).items()
@@ -83,6 +84,7 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
     A source of several parts is read by as many processes as there are cores.
     """
     parts, say = reader.parts(), _progress(reader.name)
+    # Where to check does not change what is found: the parts and their order are the same.
     if num_workers(len(parts)) > 1:
         found = in_processes(reader, form, parts, with_keys=with_keys, say=say)
         for one in found:
@@ -91,12 +93,14 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
         found = [index_part(reader, form, part, with_keys=with_keys, say=say) for part in parts]
     lines, problems, first, file = [], list[str](), 0, -1
     for part, one in zip(parts, found, strict=True):
+        # Lines of a part count from its own first line. The parts of a file follow one another, so `first` adds up.
         if part.file != file:
             first, file = part.first_line, part.file
         lines.append(one.lines + first)
         problems += [f"{reader.where(first + line)}: {reason}" for line, reason in one.problems]
         first += one.num_lines
     labels, starts = _labels(_joined(found, lambda one: one.members)), _joined(found, lambda one: one.starts)
+    # A batch of labelled data is made by classes, one of pairs by rows.
     if len(labels) and len(labels) < len(starts):
         raise UserError(
             f"{reader.name}: {len(labels):,d} of its records are a text or image with a label, "
@@ -135,6 +139,7 @@ def _labels(members: np.ndarray) -> np.ndarray:
     """Return the class of each labelled record. One that repeats an earlier one of its class has a class of its own,
     a number below zero."""
     labels: np.ndarray = members[:, 0].copy()
+    # `return_index` is the first occurrence of each (class, item).
     first = np.unique(members, axis=0, return_index=True)[1]
     repeats = np.setdiff1d(np.arange(len(members)), first)
     labels[repeats] = -1 - repeats
@@ -143,6 +148,7 @@ def _labels(members: np.ndarray) -> np.ndarray:
 
 def _hash_of(files: Iterable[Path]) -> str:
     """Hash the contents of files. Large ones are hashed in pieces by several threads, and the pieces' hashes again."""
+    # The size of a piece is part of the fingerprint: another one would make every checkpoint's data look changed.
     pieces = [(path, start) for path in files for start in range(0, max(1, path.stat().st_size), HASHED_AT_ONCE)]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(_piece_hash, pieces))

@@ -121,6 +121,7 @@ def index_part(
         while block := list(itertools.islice(scan, BLOCK)):
             say(len(starts) + num_bad)
             by_field = list(zip(*block, strict=True))
+            # The fast way: a block of plain text pairs is accepted column by column, without an Example for each.
             num_negatives = None if with_keys else form.num_plain_negatives(by_field[3])
             if num_negatives is not None:
                 for column, found in zip((starts, sizes, lines), by_field[:3], strict=True):
@@ -171,6 +172,7 @@ def _outcomes(
     block: list[Found], form: RecordFormat, images: _Images
 ) -> Iterator[tuple[int, int, int, Example | BadRecord]]:
     """Yield (position, size, line, Example or BadRecord) of each record."""
+    # A block at a time, so that the threads get many images to check at once.
     outcomes = [_outcome(form, found) for found in block]
     images.check(outcomes)
     for (start, size, line, _), outcome in zip(block, outcomes, strict=True):
@@ -200,6 +202,7 @@ class _Images:
         if not images:
             return
         self._pool = self._pool or ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="vembed-check")
+        # Files are checked once for all records; images inside of records one by one, in order.
         named = {image.path: image for _, image in images if image.path is not None and image.path not in self.known}
         self.known.update(zip(named, self._pool.map(_problem, named.values()), strict=True))
         held = self._pool.map(_problem, [image for _, image in images if image.path is None])

@@ -40,6 +40,7 @@ def in_processes(
     count = num_workers(len(parts))
     idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
     workers = []
+    # Once for each worker; afterwards only the parts go over the pipe.
     job = pickle.dumps((reader, form, with_keys))
     command = [sys.executable, "-m", "vembed.data.index_worker"]
     path = os.pathsep.join(one for one in sys.path if one)
@@ -70,6 +71,7 @@ def in_processes(
                 say(done)
         return results
     finally:
+        # Also after an error or Ctrl-C: no worker outlives the pass.
         for worker in workers:
             for pipe in (worker.stdin, worker.stdout):  # a worker ends where its input does
                 if pipe is not None:

@@ -102,5 +102,6 @@ def shown(item: Item) -> str:
 
 
 def _compared(train: Examples) -> Iterator[Example]:
+    # Every n-th of a large store, from all of its sources.
     step = -(-len(train) // MOST_COMPARED)
     return (train[index] for index in range(0, len(train), step))

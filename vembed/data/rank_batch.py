@@ -62,6 +62,7 @@ def make_rank_batch(
     negatives: list[tuple[int, int]] = []
     scores: list[float] = []
     negative_scores: list[float] = []
+    # Numbered over the global batch, so that all ranks name an example alike.
     for number_in_batch, example in enumerate(examples, start=first):
         query = len(items)
         items.append((example.query, "query"))
@@ -155,6 +156,7 @@ class RankBatchStream:
         try:
             for number in range(first, end):
                 waiting.append(pool.submit(self.rank_batch, number))
+                # Bounded: batches ahead hold token ids and rows in memory.
                 if len(waiting) > AHEAD * self.num_workers:
                     yield self._taken(waiting)
             while waiting:

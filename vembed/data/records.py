@@ -52,6 +52,7 @@ class RecordFormat:
         `example` would accept them; None if that cannot be said of all together."""
         if self._query_is_path or self._document_is_path or set(map(type, records)) != {dict}:
             return None
+        # All in the same columns and order, or the block is looked at record by record.
         names = set(map(tuple, records))
         first = records[0]
         if len(names) > 1 or POSITIVE_MESSAGES in first:
@@ -76,6 +77,7 @@ class RecordFormat:
         """Return the example of a record. Raise BadRecord with the reason if it is invalid."""
         if type(record) is not dict:
             raise BadRecord(f"{_described(record)}, and a record is an object with named fields")
+        # Before the columns are looked at: a conversation brings its own.
         if is_conversation(record):
             record = as_fields(record)
         layout = self.columns.layout(tuple(record))
@@ -94,6 +96,7 @@ class RecordFormat:
         if layout.negatives or layout.negative_image:
             negatives = self._negatives(record, layout)
         scores, negative_scores = self._all_scores(record, layout, len(positives), len(negatives))
+        # After the scores: a list of scores counts all negatives of the record.
         negatives = negatives[: self._max_negatives]
         negative_scores = None if negative_scores is None else negative_scores[: self._max_negatives]
         for loss in self._losses:

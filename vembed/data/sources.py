@@ -195,6 +195,7 @@ class ExampleStore:
         for source in self._sources:
             if source.index.keys is None:
                 raise RuntimeError("contents are only remembered with no_duplicates: true")
+            # A source limited by max_train_examples has more keys than examples in use.
             starts = source.index.keys.starts[: source.size + 1]
             values.append(source.index.keys.values[: starts[-1]])
             counts.append(np.diff(starts))
@@ -278,6 +279,7 @@ def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Pat
     texts_alone = role == "train" and all(loss in TEXTS_ALONE for loss in losses_of(own))
     columns = Columns(mapping, may_miss=may_miss, texts_alone=texts_alone)
     reader = open_reader(source.path, columns, role, cache)
+    # Before reading: a change during the pass is noticed too.
     stamps = tuple(FileStamp.of(path) for path in reader.files())
     images = ImageRoot(config.image_root or str(reader.folder), allow_urls=config.allow_image_urls)
     losses, max_negatives = (losses_of(own), own.max_negatives) if role == "train" else ((), None)
@@ -309,6 +311,7 @@ def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Pat
             raise UserError(
                 f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
             )
+        # A short pass is not worth a file in the cache.
         if time.monotonic() - began >= CACHE_AFTER_SECONDS or len(reader.parts()) > 1:
             kept.save(index)
     if index.labels is not None and role == "validation":

@@ -132,6 +132,7 @@ class ParquetTable(_Rows):
 
     def _unpack(self, file: pq.ParquetFile, names: list[str], unpacked: Path) -> list[pa.RecordBatch]:
         size, largest = _unpacked_size(file, names), _largest_value(self.name, file, names)
+        # By rows and bytes, and by the largest value: a column stored once may unpack to gigabytes.
         rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES * file.metadata.num_rows // max(1, size), IN_MEMORY // largest))
         batches = _bounded(file.iter_batches(batch_size=rows, columns=names), self.name, 4 * size + IN_MEMORY)
         if size <= IN_MEMORY:
@@ -145,6 +146,7 @@ class ParquetTable(_Rows):
             return [arrow.get_batch(number) for number in range(arrow.num_record_batches)]
 
     def _write(self, batches: Iterator[pa.RecordBatch], unpacked: Path, size: int) -> None:
+        # A name of its own for each process: several may unpack the same file at once.
         partial = unpacked.with_suffix(f".{os.getpid()}.partial")
         way_out = "free some space, or set XDG_CACHE_HOME to a folder with more"
         try:
@@ -197,6 +199,7 @@ class DatasetTable(_Rows):
             yield from _found(table, row)
             row += table.num_rows
             each = max(1, table.nbytes // max(1, table.num_rows))
+            # The first rows tell how large the next chunk may be.
             num_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // each))
 
     def read(self, start: int, size: int) -> Any:

@@ -46,6 +46,7 @@ class AllReduceBatchStatistics(_Base):
         count, sums, squares = total[:1].detach(), total[1 : 1 + channels], total[1 + channels :]
         mean = sums / count
         variance = squares / count - mean.square()
+        # The running variance is the unbiased one, as in torch; normalisation takes the biased one.
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             self._update_running(mean.detach(), variance.detach() * count / (count - 1).clamp(min=1))
         shape = [1, -1, *(1 for _ in others[1:])]

@@ -46,6 +46,7 @@ def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
     if local_rank < 0:
         raise UserError(f"LOCAL_RANK={local_rank} must be the number of the process on its machine, from 0.")
     _whole_number(env, "MASTER_PORT")
+    # Started by hand: the processes of each machine are counted when all have met (meeting.counted).
     if not env.get("LOCAL_WORLD_SIZE"):
         return RankInfo(rank, world_size, local_rank, world_size, launched=True, is_counted=world_size == 1)
     local_world_size = min(_whole_number(env, "LOCAL_WORLD_SIZE"), world_size)

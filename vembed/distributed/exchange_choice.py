@@ -33,6 +33,7 @@ def loss_bytes(config: TrainConfig, rows: int, world_size: int, dim: int, exchan
     """Estimate the bytes of a loss over `rows` examples on each process, of embeddings of `dim` numbers."""
     inputs = rows * inputs_of_a_row(config)
     integers = INTEGERS * inputs * world_size
+    # A ring holds the own columns and its buffers, whose rows are not copied COPIES times.
     held = inputs + RING_ROWS / COPIES if exchange == "ring" else inputs * world_size
     return 4.0 * COPIES * held * dim + integers + estimate.WORKING_BYTES
 

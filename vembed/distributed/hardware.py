@@ -93,6 +93,7 @@ def _of_memory(text: str) -> Gpu:
 
 def _named(name: str) -> Gpu:
     wanted = _plain(name)
+    # By full name, or without the memory: A100 is then two, and the memory is asked for.
     same = [one for one in GPUS if wanted in (_plain(one.name), _plain(one.name.rpartition("-")[0]))]
     if len(same) == 1:
         return same[0]

@@ -137,6 +137,7 @@ class Heartbeats:
             listener = threading.Thread(target=self._board.serve, args=(server, token, self._ended), daemon=True)
             listener.start()
         else:
+            # The store carries the port alone, and waits for rank 0. The records go as datagrams, which never wait.
             port, self._token = json.loads(store.get(KEY))
             self._client = _connected(LOOPBACK if is_one_machine else os.environ["MASTER_ADDR"], port)
         threading.Thread(target=self._watch, name="vembed-heartbeat", daemon=True).start()
@@ -151,6 +152,7 @@ class Heartbeats:
         """Return the sentence on the rank that hangs, if this error is a collective in which this rank waited for it;
         also for the launcher. None otherwise."""
         verdict = self._verdict
+        # An older verdict was about another wait.
         is_recent = time.monotonic() - self._verdict_at < STILL_SECONDS + BEAT_SECONDS
         if verdict is None or not is_recent or not _is_in_collective(error.__traceback__):
             return None
@@ -180,6 +182,7 @@ class Heartbeats:
     def _look(self, now: float) -> bool:
         """Look where this rank is; return whether it has moved since the last look."""
         before = self._own
+        # From outside, without the run's cooperation: a thread blocked inside a C call is seen too.
         waits, place = _place(sys._current_frames().get(self._thread_id))
         self._own = Record(self.step, collectives.num_calls(), waits, place, self._host, os.getpid())
         if before == self._own:
@@ -196,6 +199,7 @@ class Heartbeats:
         with suppress(OSError, ValueError):
             assert self._client is not None
             self._client.send(json.dumps(said).encode())
+            # An answer later than the timeout is read at the next beat, and is then one beat old.
             answer = json.loads(self._client.recv(MOST_BYTES))
             self._answered = time.monotonic()
             return None if answer is None else Verdict(tuple(answer["ranks"]), answer["text"])
@@ -237,6 +241,7 @@ def judge(rank: int, own: Record, seen: Mapping[int, Seen], now: float, waited: 
     # Without GPUs a rank that waits is inside a collective. Kernels run on beside Python: there only the count tells.
     absent = {other for other, one in seen.items() if own.waits and not one.record.waits}
     behind = {other for other, one in seen.items() if one.record.calls < own.calls}
+    # The counts of calls decide only where the above tells nothing, as on GPUs.
     hanging = sorted(silent | absent or behind)
     if not hanging or not (own.waits or behind):
         return None

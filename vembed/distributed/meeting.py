@@ -159,6 +159,7 @@ def _claim(store: Store, ranks: RankInfo) -> None:
         own = f"{_host(None)}, process {launcher}"
     else:
         place, own = ranks.rank, f"{_host(None)}, process {os.getpid()}"
+    # Writes only where nothing stands: the first process wins, and all others read its name.
     holder = store.compare_set(f"claim-{place}", "", own).decode()
     if holder != own:
         raise UserError(
@@ -203,6 +204,8 @@ def _preside(store: Store, ranks: RankInfo, limit: Limit, hello: Mapping[str, An
     problem = _refusal(records[0], 0, hello)
     if problem is None:
         with Waiting(ranks, limit, absent):
+            # Two phases: what is known without reading a file is compared before anyone waits for fingerprints of the
+            # data.
             if not (poll(limit, has_all_hellos) and (problem is not None or poll(limit, has_all_records))):
                 problem = str(not_found(ranks, limit, f"{absent()} did not come"))
     if problem is None:
@@ -221,6 +224,7 @@ _ADVICE = "give every machine the same config, data, model and packages"
 
 def _attend(store: Store, ranks: RankInfo, limit: Limit, introduce: Introduction) -> Met:
     """Introduce this rank and wait for the verdict. On all ranks but 0."""
+    # A verdict that is there already is a refusal: the data need not be read for it.
     if not store.check(["verdict"]):
         _put(store, f"record-{ranks.rank}", _introduced(introduce, ranks))
     state = f"rank 0 at {address()}, which waits for the other processes"
@@ -289,6 +293,7 @@ def _host(ranks: RankInfo | None) -> str:
 
 def _job() -> dict[str, str]:
     """Return the ids of run and job that this process was given."""
+    # The parts of a heterogeneous Slurm job have different ids.
     jobs = [name for name in JOB_IDS if name != "SLURM_JOB_ID" or "SLURM_HET_SIZE" not in os.environ]
     return {name: value for name in (RUN_ID, MADE_ID, *jobs) if (value := os.environ.get(name))}
 

@@ -26,6 +26,7 @@ log = logging.getLogger("vembed")
 def fsdp_empty_cache() -> None:
     """Release cached memory and reset peak counters on all ranks. Collective; works without a process group."""
     collectives.barrier()  # no rank still waits for a tensor of this rank
+    # First: tensors in reference cycles are freed only by the collector.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -84,6 +85,7 @@ def reset_peak_memory() -> None:
     switch = Path("/proc/self/clear_refs")
     if switch.exists():
         try:
+            # Linux: 5 resets VmHWM, the peak of resident memory.
             switch.write_text("5")
         except OSError as error:
             log.debug("the peak of resident memory cannot be reset here: %s", error)

@@ -240,6 +240,7 @@ class Placement:
         """Return the largest `batch_size` of a process whose embeddings fit, with micro-batches as they are."""
         config, world_size = self.run.config, self.ranks.world_size
         free = self.memory - (self.predict(size, uses_cache=True).total - self.loss_bytes(size.hidden))
+        # The loss is linear in the rows: a fixed part, and the same for each row.
         fixed = loss_bytes(config, 0, world_size, size.hidden, exchange)
         each = loss_bytes(config, 1, world_size, size.hidden, exchange) - fixed
         return max(0, int((free - fixed) / each))
@@ -251,6 +252,7 @@ class Placement:
         gathered = 0.0
         if self.fsdp is not None:
             whole = size.total * width
+            # One unit computes while FSDP gathers the next.
             gathered = float(whole if self.keeps_gathered(whole) else 2 * size.layer_parameters * width)
         return Memory(
             weights=size.weight_bytes * held,
@@ -300,6 +302,7 @@ def place(
         advice=advice,
         notes=tuple(_without_effect(run, ranks, strategy)),
     )
+    # Last: it asks the placement itself how many tokens fit.
     return replace(placement, recomputation=_recomputation(placement))
 
 
@@ -356,6 +359,7 @@ def choose_precision(
     else:
         has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    # What was asked for is refused where the device lacks it. Only `auto` chooses.
     if asked.value == "fp16" and device.type == "cpu":
         raise UserError(f"{asked.reason} needs a GPU, and this process computes on the CPU: use bf16 or no.")
     if asked.value == "bf16" and not has_bf16:
@@ -370,6 +374,7 @@ def choose_precision(
         chosen = Decision("bf16", f"auto: {name} computes in bfloat16")
     else:
         chosen = Decision("no", f"auto: {name} has no bfloat16")
+    # A run keeps its arithmetic: what `auto` chose at its start wins over what it would choose here.
     if resumed is None or resumed == chosen.value:
         return chosen
     if resumed == "fp16" or (resumed == "bf16" and not has_bf16):
@@ -394,6 +399,7 @@ def _bf16_on_cpu(config: TrainConfig, instructions: str | None, *, sharded: bool
     """Return whether bfloat16 pays on CPUs with these instructions for it, and why."""
     if instructions is None:
         return False, "the CPU computes in the dtype of the weights"
+    # No bfloat16 copies of weights under these (see `copies_weights`).
     kept = {"FSDP": sharded, "torch_compile": config.torch_compile is True, "use_qlora": config.use_qlora}
     if named := [name for name, is_on in kept.items() if is_on]:
         return (
@@ -424,6 +430,7 @@ def _choose_strategy(
         )
     if asked.value == "ddp":
         return Decision("ddp", asked.reason, asked.source), None, None
+    # Only from here on does the size matter: the model's shapes have to be read for it.
     size = measured(run.config)
     states = size.weight_bytes + size.gradient_bytes + estimate.optimizer_bytes(run.config, size)
     share = states / memory

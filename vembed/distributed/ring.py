@@ -29,6 +29,7 @@ class NeighbourRing(Ring):
 
     def visits(self, own: TravellingColumns, *, with_gradient: bool) -> Iterator[Visit]:
         """See Ring."""
+        # From the largest rank: all take part in equally many shifts, some with empty pieces.
         num_pieces = -(-max(own.counts) // self.columns_at_once)
         steps = [(piece, distance) for piece in range(num_pieces) for distance in range(1, self.world_size)]
         if not steps:
@@ -36,6 +37,7 @@ class NeighbourRing(Ring):
         cuts = [_cuts(count, num_pieces) for count in own.counts]
         longest = max(part.stop - part.start for parts in cuts for part in parts)
         like = own.packed(slice(0, 0))
+        # Two buffers: one is read and sent on, the other receives.
         rooms = [like.new_empty(longest, own.width) for _ in range(2)]
         gradients = _Gradients(own, longest, like) if with_gradient else None
 
@@ -47,6 +49,7 @@ class NeighbourRing(Ring):
         def start(number: int, held: Tensor | None) -> collectives.Transfer:
             """Receive the block of a step. Sent is the own piece, or the block that is held."""
             piece, distance = steps[number]
+            # A round begins with the own piece. From then on a rank passes on what it has just received.
             sent = own.packed(cuts[self.rank][piece]) if distance == 1 or held is None else held
             return collectives.start_ring_shift(sent, rooms[number % 2][: _length(block(number)[1])])
 
@@ -55,6 +58,7 @@ class NeighbourRing(Ring):
             arriving.wait()
             owner, columns = block(number)
             values = rooms[number % 2][: _length(columns)]
+            # Before the yield: the transfer runs while the caller computes. Both only read `values`.
             if number + 1 < len(steps):
                 arriving = start(number + 1, values)
             if gradients is None:
@@ -74,6 +78,7 @@ class _Gradients:
 
     def __init__(self, own: TravellingColumns, longest: int, like: Tensor) -> None:
         self.own = own
+        # Two: one is still being sent while the next is filled.
         self.parts = [like.new_empty(longest, own.gradient_width) for _ in range(2)]
         self.room = like.new_empty(longest, own.gradient_width)
         self.number = 0
@@ -86,6 +91,7 @@ class _Gradients:
 
     def pass_on(self, part: Tensor, coming: slice, *, is_home: bool) -> None:
         """Add what other ranks found for this block, and send the sum on. `coming`: the columns of what is received."""
+        # First the sum of the ranks before: what is sent must hold it.
         self.settle(part)
         received = self.room[: _length(coming)]
         self.arriving = collectives.start_ring_shift(part, received), received, coming if is_home else None

@@ -396,6 +396,7 @@ def choose_units(model: nn.Module, fsdp: FsdpConfig, layer_classes: Sequence[str
         taken = {inner for unit in units for inner in unit.modules()}
         if fsdp.wrap_embeddings:
             units += [embedding for embedding in embedding_units(model) if embedding not in taken]
+    # A weight that two modules use stays in the root unit.
     chosen = {unit for unit in units if not _is_lent(model, unit)}
     # modules() lists outer modules first.
     return [module for module in reversed(list(model.modules())) if module in chosen]

@@ -34,6 +34,7 @@ def compressed_scores(
     scores: dict[str, float] = {}
     for dim in dict.fromkeys([documents_ND.shape[1], *dims]):
         asked, documents = (first_dims(one, dim, normalize) for one in (queries_QD, documents_ND))
+        # As packed bits are read: 0 and below are -1.
         signs = np.where(documents > 0, 1, -1).astype(np.float32)
         query_signs = np.where(asked > 0, 1, -1).astype(np.float32)
         found = {
@@ -66,6 +67,7 @@ def _rescored(queries_QD: np.ndarray, signs_ND: np.ndarray, candidates_QC: np.nd
     """Return [Q, K] candidates ordered by the dot product of the float query with the document's signs."""
     scores = np.einsum("qd,qcd->qc", queries_QD, signs_ND[candidates_QC])
     scores = np.where(candidates_QC >= 0, scores, -np.inf)
+    # Stable: equal scores keep the order by bits, which already breaks ties by number.
     order = np.argsort(-scores, axis=1, kind="stable")[:, :K]
     found: np.ndarray = np.take_along_axis(candidates_QC, order, axis=1)
     return found

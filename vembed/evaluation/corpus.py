@@ -46,6 +46,7 @@ class Corpus(Sequence[Item]):
             return Corpus(self._reader, {name: values[place] for name, values in self._rows.items()}, self._settings)
         record = self._reader.read(int(self._rows["starts"][place]), int(self._rows["sizes"][place]))
         item = Item(text=titled_text(record)) if isinstance(record, dict) else Item()
+        # The text was checked at opening and is read again only now; its key tells whether it is still the same.
         if item.key() != self.keys[place]:
             raise UserError(f"{self._reader.name} has changed since it was opened: start again")
         return self._settings.document(item)
@@ -103,6 +104,7 @@ def read_corpus(path: Path, problems: list[str]) -> FoundCorpus:
     held = {name: values[~repeated] for name, values in held.items()}
     is_copy = _repeats(held["keys"])
     order = np.argsort(held["hashes"])
+    # A copy keeps its `_id`, which names the first document of its content: qrels may use either.
     identities = Identities(held["hashes"][order], _numbers(held["keys"], is_copy)[order])
     kept = {name: held[name][~is_copy] for name in ("starts", "sizes", "lengths", "keys")}
     kept |= {name: kept[name].astype(np.int32) for name in ("sizes", "lengths")}

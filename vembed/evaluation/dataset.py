@@ -183,6 +183,7 @@ class _RetrievalTable:
             key = query.key()
             self.queries.setdefault(key, query)
             grades = self.grades.setdefault(key, {})
+            # Equal queries or documents were joined: the higher grade holds.
             grades[document] = max(grade, grades.get(document, 0))
 
     def finish(self, name: str, documents: Sequence[Item], notes: tuple[str, ...] = ()) -> RetrievalData:
@@ -220,6 +221,7 @@ def _grade(score: float, top: float, whole: bool) -> int:
         return 0
     if whole:
         return int(score)
+    # At least 1: a score above 0 means relevant, however small it is beside the highest.
     return max(1, round(MAX_GRADE * score / top))
 
 

@@ -68,6 +68,7 @@ class RetrievalSearch:
         rank, self._world_size = (session.rank, session.world_size) if session else (0, 1)
         self._device = session.device if session else torch.device("cpu")
         tiles = np.arange(len(queries_QD)) // QUERY_TILE
+        # Whole tiles of queries, dealt in turn: a product of the same shape gives the same bits on any number of ranks.
         self._owners = [np.flatnonzero(tiles % self._world_size == one) for one in range(self._world_size)]
         self._own = self._owners[rank]
         excluded = own_documents(data)[self._own]
@@ -88,6 +89,7 @@ class RetrievalSearch:
     def add(self, documents_ND: np.ndarray, numbers_N: np.ndarray) -> None:
         """Search in some documents, which have these numbers in the data."""
         for dim, found in self._found.items():
+            # By tile, so that the normalised copy of a size is as small as a tile.
             for start in range(0, len(documents_ND), DOCUMENT_TILE):
                 tile = slice(start, start + DOCUMENT_TILE)
                 found.add(first_dims(documents_ND[tile], dim, self._normalize), numbers_N[tile])
@@ -204,6 +206,7 @@ class TopK:
                     scores = self._tiles[turn] @ documents.T
                 if left_out is not None:
                     _leave_out(scores, left_out[turn * QUERY_TILE :][: len(scores)])
+                # A document is among the best of all only if it is among the best of its tile.
                 joined = torch.cat([self._best[turn], _best_keys(scores, self._kept, numbers)], dim=1)
                 self._best[turn] = joined.topk(self._kept, dim=1).values
             if self._between is not None:
@@ -227,6 +230,7 @@ def _best_keys(scores_QT: Tensor, k: int, numbers_T: Tensor) -> Tensor:
     tile is narrower."""
     if scores_QT.shape[1] <= k:
         return _keys(scores_QT, numbers_T)
+    # One more than asked for shows whether the last place is tied.
     values, indices = scores_QT.topk(k + 1, dim=1)
     keys = _keys(values[:, :k], numbers_T[indices[:, :k]])
     # topk breaks ties arbitrarily. If the k-th and the next score are equal, select again by key.
@@ -262,6 +266,7 @@ def score_rankings(
     for query, figures in found.items():
         reciprocal = figures["recip_rank"]
         row = [figures[f"ndcg_cut_{k}"] for k in ks]
+        # trec_eval's reciprocal rank has no cut: a rank beyond k counts as 0.
         row += [reciprocal if reciprocal >= 1 / k else 0.0 for k in ks]
         row += [figures[f"recall_{k}"] for k in ks] + [figures[f"map_cut_{k}"] for k in ks]
         values[int(query)] = row

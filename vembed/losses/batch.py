@@ -64,6 +64,7 @@ class LossBatch:
         if self.ring is None:
             return numbers
         ring = self.ring
+        # Numbers from num_inputs on are those of mixtures, which stand behind the own embeddings.
         return torch.where(numbers < ring.num_inputs, numbers - ring.first_input, numbers - ring.first_mixture)
 
     @property

@@ -111,8 +111,10 @@ def find_candidates(batch: LossBatch, config: TrainConfig, *, both_directions: b
     all_ranks = config.negatives_from != "own_rank"
     rows, negatives = slice(0, batch.num_rows), numbers_of(slice(0, batch.negative.numel()), batch)
     if batch.ring is not None:
+        # The own columns only; those of other ranks come as visits (`foreign`).
         rows, negatives = batch.ring.rows[batch.ring.rank], batch.ring.negatives[batch.ring.rank]
     if not all_ranks:
+        # Fewer candidates; the loss still divides by the rows of the global batch.
         rows, negatives = own, numbers_of(batch.own_hard_negatives(), batch)
     # Queries of other rows are needed only as columns; otherwise the own queries, as anchors, are enough.
     query_columns = config.query_query_negatives or both_directions
@@ -203,6 +205,7 @@ def explicit_negatives(
     if mask_duplicates and row.numel():
         sets = _content_sets(batch)[rows][row]
         content = batch.content[negative_parts(batch)[negative]]
+        # Places among the sorted distinct contents: the numbers that `_content_sets` uses.
         ranks = torch.searchsorted(torch.unique(batch.content), content).to(torch.int32)
         # sets: [P, S] contents that the row excludes; ranks: [P, 1 or 2] those of the negative's parts.
         keep = (sets[:, :, None] != ranks[:, None]).flatten(1).all(1)
@@ -245,6 +248,7 @@ class _Keys:
         documents = slice(0, negatives.numel() + num_rows)
         queries = slice(documents.stop, documents.stop + num_rows)
         negative, positive = self.negative[negatives], self.positive[rows]
+        # A mixture has two keys, so a positive's single key is repeated to the same width.
         document = torch.cat((negative, positive[:, None].expand(-1, negative.shape[1])))
         # Documents, or queries, with the content of the row's query or of one of its positives are left out.
         of_documents = (ExclusionMask(self.own_sets, document),)

@@ -63,6 +63,7 @@ class CircleRows(Softmax):
     ) -> None:
         self.temperature, self.margin = temperature, margin
         score = positive * temperature
+        # a_i of the formula. It has no gradient: `grad_of_positive_logit` multiplies by it.
         self.positive_weight = (1.0 + margin - score).clamp_(min=0.0)
         weighted = self.positive_weight * (score - (1.0 - margin)) / temperature
         super().__init__(weighted, coefficient, bias, target)

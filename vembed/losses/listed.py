@@ -235,5 +235,6 @@ def _examples(batch: LossBatch) -> tuple[Tensor, Tensor]:
     """[R] number of each row's example, counted from 0, and [E] the first row of each example."""
     examples, number = torch.unique(batch.example, return_inverse=True)
     rows = torch.arange(batch.num_rows, device=number.device)
+    # The lowest row of each example: where its rows lie on two ranks, one of them has it.
     first = rows.new_full((examples.numel(),), batch.num_rows).scatter_reduce(0, number, rows, "amin")
     return number, first

@@ -96,6 +96,7 @@ def with_mixtures(batch: LossBatch, config: TrainConfig) -> LossBatch:
     return replace(
         batch,
         embeddings=torch.cat((embeddings, mixed)),
+        # Exclusion looks at both parts (`negative_parts`); this only gives each input an id.
         content=torch.cat((batch.content, batch.content[left])),
         negative=torch.cat((batch.negative, torch.arange(num, num + left.numel(), device=left.device))),
         negative_example=torch.cat((batch.negative_example, drawn.example)),
@@ -125,6 +126,7 @@ def _with_numbers(batch: LossBatch, ring: RingParts, drawn: Mixtures, here: slic
     return replace(
         ring,
         negatives=tuple(torch.cat(both) for both in zip(ring.negatives, mixtures, strict=True)),
+        # Mixture k has the number num_inputs + k, and the place (own embeddings) + k - (first own mixture).
         first_mixture=ring.num_inputs + here.start - batch.embeddings.shape[0],
     )
 

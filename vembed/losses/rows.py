@@ -77,6 +77,7 @@ class Softmax(RowLoss):
         super().__init__(positive, coefficient, bias, target)
         self.stretch = stretch
         self.focal_gamma = focal_gamma
+        # The own pair is part of the maximum from the start: no exp below has a positive exponent.
         self.largest = positive
         self.rest = torch.zeros_like(positive)
 
@@ -109,6 +110,7 @@ class Softmax(RowLoss):
         """See RowLoss."""
         losses = self._losses()
         if self.focal_gamma:
+            # -expm1(-l) is 1 - exp(-l) without cancellation for small l.
             losses = losses * (-torch.expm1(-losses)) ** self.focal_gamma
         return self.coefficient * losses.sum()
 
@@ -159,6 +161,7 @@ class Sigmoid(RowLoss):
 
     def add(self, logits: Tensor, scratch: Tensor, _target: Tensor | None = None) -> None:
         """See RowLoss."""
+        # No mask: softplus and sigmoid of LEFT_OUT are exactly 0.
         torch.add(logits, self.shift, out=scratch)
         self.sum = self.sum + _softplus(scratch).sum()
 

@@ -89,6 +89,7 @@ class HomeColumns(TravellingColumns):
     def packed(self, columns: slice) -> Tensor:
         """See TravellingColumns."""
         x, scales = self.table.x[columns], self.table.prefix_scales
+        # No prefix scales and no teacher: x travels as it is, without a copy.
         if self.width == self.dim:
             return x
         parts = [] if scales is None else [scales[:, columns].T]

@@ -60,6 +60,7 @@ class Angle(CoSENT):
                     f"loss: angle reads halves of a vector as real and imaginary parts, and {dim:,d} dimensions have "
                     "none: use an even size (mrl_dims), or loss: cosent"
                 )
+            # A prefix is split into halves of its own, so each size is a computation of its own.
             rows = batch.embeddings[:, :dim]
             real, imaginary = rows[batch.query].chunk(2, dim=1)
             turned = torch.cat((real + imaginary, imaginary - real), dim=1)

@@ -40,6 +40,7 @@ class SigmoidLoss(ScoredLoss):
     ) -> None:
         super().__init__(config, mrl_dims)
         scale = 1.0 / config.temperature if start_scale is None else start_scale
+        # Learned as a logarithm, as in CLIP and SigLIP: equal steps change the scale by equal factors.
         self.log_scale = nn.Parameter(torch.tensor(math.log(scale)))
         self.bias = nn.Parameter(torch.tensor(START_BIAS if start_bias is None else start_bias))
         self.project_parameters()

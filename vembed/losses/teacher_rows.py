@@ -30,6 +30,7 @@ class Divergence(RowLoss):
         super().__init__(positive, coefficient, bias, target * target_scale)
         self.target_scale = target_scale
         self.own_target = target * target_scale
+        # The own pair is the first candidate: exp(0) = 1.
         self.largest, self.sum = positive, torch.ones_like(positive)
         self.target_largest, self.target_sum = self.own_target, torch.ones_like(positive)
         self.difference = self.own_target - positive
@@ -52,6 +53,7 @@ class Divergence(RowLoss):
         before = torch.exp(self.target_largest - target_largest)
         torch.sub(targets, target_largest[:, None], out=scratch).exp_()
         self.target_sum = self.target_sum * before + scratch.sum(1)
+        # An excluded candidate has weight exp(LEFT_OUT) = 0 and a finite difference, so it adds 0.
         self.difference = self.difference * before + scratch.mul_(targets.sub_(logits)).sum(1)
         self.target_largest = target_largest
 

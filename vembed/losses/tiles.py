@@ -224,6 +224,7 @@ class _Blocks:
         """Score all blocks of rows against the own columns and those that come round; then the same with gradients."""
         assert self.foreign is not None
         own = HomeColumns(self.table, self.foreign.counts, self.guide, self.teacher)
+        # First round: sums only. A row's sum is complete when the last block has passed.
         for columns in self._rounds(home, own, with_gradient=False):
             for block in blocks:
                 for _ in self._scored_tiles(block, columns, keep=False):
@@ -231,6 +232,7 @@ class _Blocks:
         for block in blocks:
             self._finish(block)
         if self.with_gradient:
+            # Second round: the same logits again, with complete sums. They count already, hence `counts=False`.
             for columns in self._rounds(home, own, with_gradient=True):
                 for block in blocks:
                     self._differentiate(block, columns, self._scored_tiles(block, columns, keep=False, counts=False))
@@ -304,6 +306,7 @@ class _Blocks:
         self.loss += _sum([loss.total() for by_direction in losses for loss in by_direction])
         if not self.with_gradient:
             return
+        # Both directions share the own pair's score, so their derivatives add up.
         d_own = torch.stack([_sum([loss.grad_of_positive_logit() for loss in by_direction]) for by_direction in losses])
         self._take_in_pairs(*block.own, block.own_scores, d_own)
         for one in block.explicit:
@@ -337,9 +340,11 @@ class _Blocks:
     def _explicit(
         self, pairs: ExplicitPairs, rows: slice, ceilings: Tensor | None, guide_ceilings: Tensor | None
     ) -> _Explicit:
+        # The rows of the pairs ascend, so that those of a block are a range.
         first, last = (int(torch.searchsorted(pairs.row, bound)) for bound in (rows.start, rows.stop))
         row, position = pairs.row[first:last] - rows.start, pairs.position[first:last]
         anchor = self._positions(pairs.anchor, rows).start + row
+        # Masked as scores, before the scale: an excluded pair's logit is LEFT_OUT times the scale.
         scores = self.table.pair_scores(anchor, position)
         if ceilings is not None:
             scores.masked_fill_(scores * self.scale > ceilings[:, row], LEFT_OUT)
@@ -416,6 +421,7 @@ class _Blocks:
                     logits.mul_(weights)
                     table.norm_grad[k, self._positions(tile.score_block.anchor, block.rows)] += logits.sum(1)
                     columns.norm_grad[k, tile.columns] += logits.sum(0)
+                # `weights` stand in scratch 0, so their products with the prefix scales need the other buffer.
                 d_products += self._with_prefix_scales(weights, k, tile, block.rows, columns, self._scratch(1, logits))
             # [n, t] @ [t, part] for the rows, [t, n] @ [n, part] for the columns.
             d_scaled[:, part].addmm_(d_products, x[:, part])
@@ -423,6 +429,7 @@ class _Blocks:
 
     def _take_in_pairs(self, left: slice | Tensor, right: slice | Tensor, scores: Tensor, d_logits: Tensor) -> None:
         self._count_bias(d_logits)
+        # An excluded pair has d_logits 0 and a finite score, so it adds 0 here and not NaN.
         self.d_scale += (d_logits * scores).sum()
         self.table.add_pair_gradient(left, right, scores, d_logits * self.scale)
 

@@ -53,6 +53,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, embeddings: Tensor, losses: WeightedLosses, batch: LossBatch, *parameters: Tensor) -> Tensor:
         ctx.dtype = embeddings.dtype
+        # One new leaf for all terms: `autograd.grad` frees a term's graph before the next term begins.
         embeddings = embeddings.detach().to(arithmetic_dtype(embeddings)).requires_grad_(ctx.needs_input_grad[0])
         batch = replace(batch, embeddings=embeddings)
         needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
@@ -66,6 +67,7 @@ class _Sum(torch.autograd.Function):
             total = total + weight * losses.last[name]
             if value.requires_grad:
                 add_gradients(gradients, torch.autograd.grad(value, wanted, allow_unused=True), weight)
+        # What no term depends on gets zeros: `backward` returns one tensor for each input that needs a gradient.
         zeros = (
             torch.zeros_like(one) if found is None else found for one, found in zip(wanted, gradients, strict=True)
         )

@@ -57,6 +57,7 @@ def calibrate(chunks: Iterable[Candidates], config: MineConfig) -> Calibration:
     it that as many relevant documents are unknown as are known, so a hidden one may stand for several.
     """
     sample = _Sample.of(chunks, config)
+    # The other limits of the config stay; the margin is what is looked for.
     base = replace(Limits.of(config), relative_margin=None)
     tried: list[tuple[Limits, float]] = []
     for step in MARGINS if sample.is_relative else QUANTILES:
@@ -67,6 +68,7 @@ def calibrate(chunks: Iterable[Candidates], config: MineConfig) -> Calibration:
         )
         tried.append((limits, sample.rate(limits, config)))
     reached = [one for one in tried if one[1] <= config.max_false_negative_rate]
+    # From the loosest to the strictest: the first that keeps to the rate leaves the hardest negatives.
     limits, rate = reached[0] if reached else min(tried, key=lambda one: one[1])
     return Calibration(limits, rate, sample.rate(base, config), sample.num_hidden, bool(reached))
 
@@ -114,6 +116,7 @@ class _Sample:
         for row, (found, own) in enumerate(used):
             order = random.permutation(len(own))
             num_hidden = max(1, int(len(own) * HIDDEN_SHARE)) if is_relative else len(own)
+            # Half of the known ones are hidden, and as many as all known ones are unknown.
             weights[row] = len(own) / num_hidden
             back, rest = own[order[:num_hidden]], own[order[num_hidden:]]
             values = np.concatenate([back, found])

@@ -123,6 +123,7 @@ class CandidateStore:
         ]
         self._claims: ClaimFinder | None = None
         dense = [number for number, one in enumerate(self._retrievers) if one.model != BM25]
+        # Limits are on the scores of one model: the first dense one, since those of BM25 have no common scale.
         self._primary = self._searchers[dense[0] if dense else 0]
         if config.takes_claimed and isinstance(self._primary, DenseRetriever):
             self._claims = self._primary.claims(known.positives)
@@ -137,6 +138,8 @@ class CandidateStore:
         """Search for every query whose chunk is not on disk yet. Collective."""
         with ProgressReport("searching", active=self._session.is_main) as progress:
             for first in range(0, self._known.num_queries, CHUNK):
+                # All ranks see the folder, and files appear only before the barrier below: they agree on what is
+                # missing.
                 if not self._path(first).exists():
                     found = self._find(first, min(first + CHUNK, self._known.num_queries))
                     if self._session.is_main:
@@ -173,6 +176,7 @@ class CandidateStore:
             query, column = np.nonzero(documents >= 0)
             pairs = Pairs(query, documents[query, column])
             scores = np.full(documents.shape, -np.inf, np.float32)
+            # A fused rank is no score: all candidates get that of one model.
             scores[query, column] = self._primary.pair_scores(first, pairs)
         known = self._known.positives.among(first, last)
         positives = Pairs(known.queries - first, known.documents)
@@ -193,6 +197,7 @@ class CandidateStore:
             documents.exact, self._excluded.queries, self._excluded.documents, self._known.positives.queries,
             self._known.positives.documents,
         )  # fmt: skip
+        # The position goes into the sum: an XOR of the numbers alone would not see two exchanged.
         sums = [[len(one), int(np.bitwise_xor.reduce(one * 31 + np.arange(len(one)), initial=0))] for one in arrays]
         queries = [int(self._known.first_row.sum()), self._known.num_queries, documents.num_candidates]
         claims = self._claims is not None
@@ -225,6 +230,7 @@ def encode_all(
     """The vectors of documents and queries, and how many were computed now. Collective."""
     precision = encoder_precision(retriever, config, session)
     place = folder / "vectors" / encoder_identity(retriever, config, precision)
+    # Loaded at most once, and only where vectors are missing.
     load: Callable[[], Encoder] = cache(lambda: load_encoder(retriever, config, session.device, precision))
     query_keys = np.array([known.item(query).key() for query in range(known.num_queries)], np.int64)
     of_documents = VectorStore(place, "document", documents.exact, config.vector_dtype)

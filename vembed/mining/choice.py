@@ -78,6 +78,7 @@ class Chooser:
         for place, query in enumerate(own):
             begin, end = positives[query], positives[query + 1]
             compared = candidates.positives.documents[begin:end][:COMPARED]
+            # First the candidates that another query claims: they are relevant there, and hardly here.
             order = self._order(candidates, query, np.flatnonzero(allowed[place] & claimed[query]))
             others = self._order(candidates, query, np.flatnonzero(allowed[place] & ~claimed[query]))
             columns = np.concatenate([order, others])
@@ -100,6 +101,7 @@ class Chooser:
         documents = candidates.documents[own.start : own.stop]
         scores = candidates.scores[own.start : own.stop]
         there = documents >= 0
+        # Counted among those that are there, so that skip_first skips documents and not empty places.
         later = there & (np.cumsum(there, axis=1) > self._config.skip_first)
         lowest = candidates.lowest_positive()[own.start : own.stop]
         highest = self._limits.highest(lowest)
@@ -136,6 +138,7 @@ class Chooser:
         if self._config.sampling == "top" or not len(columns):
             return columns
         random = np.random.default_rng([self._config.seed, candidates.first + query])
+        # Drawn for all columns and then selected: a candidate's draw does not depend on which others are allowed.
         draws = random.uniform(size=(candidates.documents.shape[1],))[columns]
         if self._config.sampling == "random":
             return columns[np.argsort(draws, kind="stable")]

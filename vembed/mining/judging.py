@@ -47,7 +47,7 @@ class JudgementCache:
                 self._known[key] = float(value)
 
     def get(self, key: str) -> float | None:
-        """Number of judgements read from the cache."""
+        """Return the judgement of a pair; None: it was not judged before."""
         return self._known.get(key)
 
     def add(self, judgements: Sequence[tuple[str, float]]) -> None:
@@ -107,6 +107,7 @@ class Cascade:
         self._judges, self._session = tuple(judges), session
         self._caches = [JudgementCache(judge_identity(one, options)) for one in judges]
         self.counts = [JudgeCounts() for _ in judges]
+        # A later judge is loaded only when an earlier one was unsure of a pair.
         self._load: Callable[[int], JudgeModel] = cache(
             lambda number: load_judge(judges[number], options, session.device)
         )
@@ -119,6 +120,7 @@ class Cascade:
     def judge(self, num_pairs: int, pair_of: Callable[[int], Pair]) -> np.ndarray:
         """[num_pairs] how likely each pair is relevant; UNDECIDED where nobody said. Collective."""
         rank, world_size = self._session.rank, self._session.world_size
+        # Dealt in turn: neighbouring pairs are of one query, and of similar length.
         own = range(rank, num_pairs, world_size)
         found = np.full(len(own), UNDECIDED, np.float32)
         with ProgressReport("judging", active=self._session.is_main) as progress:
@@ -156,6 +158,7 @@ class Cascade:
             for one, answer in zip(left, answers, strict=True):
                 if answer is not None:
                     found[one] = answer
+                # The last judge decides even where it is unsure; without any answer a pair stays undecided.
                 if answer is None or (not is_last and judge.unsure[0] <= answer < judge.unsure[1]):
                     unsure.append(one)
             left = unsure

@@ -70,6 +70,7 @@ class Known:
         for row in range(len(rows)):
             example = rows.example(row)
             key = content_key(example.query)
+            # Queries are numbered by first occurrence: the same on every rank.
             query = place.setdefault(key, len(place))
             queries.append(query)
             if query == len(first_rows):
@@ -101,6 +102,7 @@ class Known:
 
     def excluded(self, *, with_negatives: bool) -> Pairs:
         """Return contents that are no candidates: known positives, the query's own text, and its negatives."""
+        # Positives of all rows of a query, not of the row alone: a negative of one row would be a positive of another.
         found = [self.positives, self.own, *([self.negatives] if with_negatives else [])]
         return Pairs.of(
             np.concatenate([one.queries for one in found]), np.concatenate([one.documents for one in found])

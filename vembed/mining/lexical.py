@@ -50,8 +50,10 @@ class LexicalRetriever:
         numbers = torch.arange(self._documents.num_candidates)
         bounds = excluded.bounds(last - first)
         best = torch.full((last - first, k), NOTHING, dtype=torch.int64)
+        # The index is mapped by every rank, so that the queries are shared and not the documents.
         for query in range(self._session.rank, last - first, self._session.world_size):
             scores = torch.from_numpy(self._scores(first + query)[: self._documents.num_candidates].copy())
+            # A score of 0 means no word in common, and no candidate.
             keys = torch.where(scores > 0, as_keys(scores, numbers), NOTHING)
             own = excluded.documents[bounds[query] : bounds[query + 1]]
             keys[torch.from_numpy(own[own < len(keys)])] = NOTHING
@@ -104,4 +106,5 @@ class LexicalRetriever:
         shutil.rmtree(partial, ignore_errors=True)
         partial.parent.mkdir(parents=True, exist_ok=True)
         index.save(str(partial), show_progress=False)
+        # Renamed when whole: an index that a killed run left half built never counts.
         partial.rename(self._folder)

@@ -30,6 +30,7 @@ class PairScores:
 
     def __init__(self, documents: Documents, pairs: Pairs, scores: np.ndarray) -> None:
         self._documents = documents
+        # One sorted number per pair, for a binary search. Both have less than 32 bits.
         codes = pairs.queries << 32 | pairs.documents
         order = np.argsort(codes, kind="stable")
         self._codes, self._scores = codes[order], scores[order]

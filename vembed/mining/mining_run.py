@@ -104,6 +104,7 @@ def mine(
         chooser = Chooser(config, limits, inputs.documents, inputs.known, running)
         judge = CandidateJudge(config, inputs.documents, inputs.known, running) if config.judges else None
         parts = []
+        # Chunk by chunk: choice and judging look at one query at a time.
         for candidates in store.chunks():
             found = chooser.choose(candidates, config.depth)
             parts.append(judge.apply(candidates, found) if judge is not None else Judged.unseen(found))
@@ -120,6 +121,7 @@ def mine(
             with row_writer(target) as writer:
                 for row in maker.rows():
                     writer.write(row)
+        # The others wait here: none may clear the folder, or say that it is done, before the file is whole.
         running.barrier()
         result = MineResult(
             target, maker.num_rows, maker.num_negatives, maker.num_short, counts, limits, calibration,
@@ -167,6 +169,7 @@ def _known_scores(config: MineConfig, inputs: Inputs, store: CandidateStore, jud
         return PairScores(documents, Pairs.of(np.zeros(0), np.zeros(0)), np.zeros(0))
     added = [(query, document) for query, found in judged.relabelled.items() for document in found]
     relabelled = Pairs.of(np.array([query for query, _ in added]), np.array([document for _, document in added]))
+    # Every document that a row may hold in the output, so that each gets its score.
     pairs = Pairs.union([known.positives, known.negatives, relabelled])
     return PairScores(documents, pairs, store.scores_of(pairs))
 

@@ -118,6 +118,7 @@ class OwnMiner:
         `folder`: for vectors; all ranks see it, and it is empty before and gone afterwards. `epoch`: random choices
         differ between epochs.
         """
+        # Vectors of other weights must not be taken for those of now.
         self._clear(folder)
         stores = [
             VectorStore(folder, "query", self._query_keys, "float32"),
@@ -134,6 +135,7 @@ class OwnMiner:
         found = [chooser.choose(candidates, options.budget) for candidates in self._candidates(*stores)]
         documents = np.concatenate([one.documents for one in found])
         scores = np.concatenate([one.scores for one in found])
+        # A rank may still read vectors that rank 0 is about to remove.
         self._session.barrier()
         self._clear(folder)
         there = documents >= 0
@@ -182,6 +184,7 @@ class OwnMiner:
         for row, query in enumerate(self._known.query_of_row):
             there = chosen[query][chosen[query] >= 0]
             turn, turns[query] = int(turns[query]), turns[query] + 1
+            # One query's examples get different negatives before any is used twice.
             if len(there) > number:
                 there = there[(turn * number + np.arange(number)) % len(there)]
             found[row, : len(there)] = there

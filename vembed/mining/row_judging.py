@@ -69,6 +69,7 @@ class NegativePairs:
         self.starts = np.concatenate([[0], np.cumsum(counts)])
         """[rows + 1] place of the first negative of each row among those of all."""
         table = np.array(keys, np.int64).reshape(-1, 2)
+        # A pair that occurs in several rows is judged once.
         _, first, which = np.unique(table, axis=0, return_index=True, return_inverse=True)
         self._first, self.which = first, which.reshape(-1)
         """Number of the distinct pair that each negative is."""
@@ -166,6 +167,7 @@ class _RowMaker:
         made = as_fields(record) if is_conversation(record) else dict(record)
         kept = np.flatnonzero(self.kept[own]).tolist()
         for name in BESIDE:
+            # Only lists with one entry per negative: anything else of that name is the user's own.
             if isinstance(made.get(name), list) and len(made[name]) == len(example.negatives):
                 made[name] = [made[name][one] for one in kept]
         read = [name for name in made if is_negative_name(name) or self._reads(name, "negative", "negative_image")]

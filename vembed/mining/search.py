@@ -73,6 +73,7 @@ class _QueryTile:
         self.queries_QD = queries_QD
         self.num_queries, self.k = len(queries_QD), k
         device = queries_QD.device
+        # One sorted number per excluded pair, for a binary search among few scores instead of a mask over all.
         codes = (excluded.queries - first_query) << 32 | excluded.documents
         self.excluded = torch.from_numpy(codes).to(device)  # ascending, as pairs are
         self.most_excluded = int(np.bincount(excluded.queries - first_query).max()) if len(excluded) else 0
@@ -87,6 +88,7 @@ class _QueryTile:
         scores_QT = room.scores[: self.num_queries * num_documents].view(self.num_queries, num_documents)
         torch.mm(self.queries_QD, documents_DT, out=scores_QT)
         before, self.num_seen = self.num_seen, self.num_seen + num_documents
+        # The first tiles have no threshold yet, or a low one: their best are selected outright.
         if before < FIRST:
             self._take_best(scores_QT, first)
             return
@@ -105,6 +107,7 @@ class _QueryTile:
         if whole < num_documents:
             everyone = torch.arange(self.num_queries, device=scores_QT.device)
             self._take(scores_QT[:, whole:], everyone, torch.full_like(everyone, first + whole), 1)
+        # Sorted in rarely: a stale threshold lets a few more wait, and changes no result.
         if self.num_waiting > WAITING * self.num_queries:
             self._sort_in()
 
@@ -114,6 +117,7 @@ class _QueryTile:
 
     def _take_best(self, scores_QT: Tensor, first: int) -> None:
         """Let the k best of one of the first tiles wait, and all that are equal to the last of them."""
+        # So many more that k are left when the excluded ones are taken out.
         k = min(self.k + self.most_excluded, scores_QT.shape[1])
         lowest = torch.maximum(scores_QT.topk(k, dim=1, sorted=False).values.amin(1), self.threshold)
         query, document = torch.nonzero(scores_QT >= lowest[:, None], as_tuple=True)
@@ -191,6 +195,7 @@ def pair_scores(queries_QD: Tensor, store: VectorStore, pairs: Pairs, session: S
             part = chosen[start : start + DOCUMENT_TILE]
             documents = store.rows(shard, pairs.documents[part])
             found[part] = torch.einsum("nd,nd->n", queries_QD[pairs.queries[part]], documents)
+    # Each pair's document is in one shard, so all other ranks add 0.
     return collectives.sum_tensor(found).numpy()
 
 

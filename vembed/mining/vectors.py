@@ -118,6 +118,7 @@ class VectorStore:
         return torch.cat(parts)
 
     def _wide(self, stored: np.ndarray) -> Tensor:
+        # A copy: the mapped file cannot be written to, which torch warns about.
         values = torch.from_numpy(np.array(stored))
         if self.dtype is torch.bfloat16:
             values = values.view(torch.bfloat16)
@@ -146,6 +147,7 @@ def encode_missing(
             done += shard.last - shard.first
             progress(done, total)
     session.barrier()
+    # After the barrier every shard is written by its rank; one that is not here lies on another machine's disk.
     if lost := store.missing(store.shards):
         raise UserError(
             f"{lost[0].path} was written by another rank and is not here: work_dir must be a folder that all machines "
@@ -168,6 +170,7 @@ def encode_together(
     length 1.
     """
     for first in range(0, len(store.shards), session.world_size):
+        # One shard for each rank in a round. Behind the last shard a slice is empty, and the rank only takes part.
         own = store.shards[first : first + session.world_size][session.rank : session.rank + 1]
         vectors = encode([(item(number), store.kind) for shard in own for number in range(shard.first, shard.last)])
         for shard in own:
@@ -178,6 +181,7 @@ def encode_together(
 
 def _bounds(num_items: int) -> Iterator[tuple[int, int]]:
     size = SMALLEST_SHARD
+    # Doubling: a few more items leave the size of the shards, and so their files, as they are.
     while size < LARGEST_SHARD and size * NUM_SHARDS_WANTED < num_items:
         size *= 2
     for first in range(0, num_items, size):

@@ -43,6 +43,7 @@ def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> No
     quieten_bitsandbytes()  # before peft, which imports bitsandbytes
     from peft import LoraConfig, inject_adapter_in_model  # a slow import, which only runs with adapters pay for
 
+    # Frozen layers get no adapter: it would train what `freeze` keeps.
     frozen = names_frozen_by(backbone, family, config.freeze)
     names = [name for name in target_names(backbone, family, config) if f"{name}.weight" not in frozen]
     if not names:

@@ -34,6 +34,7 @@ class WeightCopies:
 
     def of(self, weight: Tensor) -> Tensor:
         """Return the copy of a weight."""
+        # An id may be reused, `.data =` changes the memory alone, and an optimizer step the version alone.
         name = id(weight), weight.data_ptr(), weight._version
         copy = self._copies.get(name)
         if copy is None:
@@ -144,6 +145,7 @@ def use_bf16(backbone: nn.Module) -> int:
     copies = WeightCopies()
     count = 0
     for name, module in backbone.named_modules():
+        # The class is changed in place, so that parameters, names and hooks stay.
         kind = _narrow_class(name, module)
         if kind is None:
             continue
@@ -159,6 +161,7 @@ def _narrow_class(name: str, module: nn.Module) -> type[nn.Module] | None:
     weight = module._parameters.get("weight")
     if weight is None or weight.dtype != torch.float32:
         return None
+    # Exactly this class: a subclass may compute something else.
     if type(module) is nn.Linear:
         return Bf16Linear
     if type(module) is nn.LayerNorm:

@@ -85,6 +85,7 @@ class EmbeddingModel(nn.Module):
         the losses of the model's own by name, each [2, n] or [2, 1]: sums and counts.
         """
         if self._autocasts and not torch.is_autocast_enabled(self._device_type()):
+            # Inside the forward, so that every caller gets it: step, evaluation, use.
             with torch.autocast(self._device_type(), dtype=torch.bfloat16):
                 return self.forward(
                     parts, features_only=features_only, images_only=images_only, with_auxiliary=with_auxiliary

@@ -28,6 +28,7 @@ class Dense(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Map [n, in_features] to [n, out_features], in the dtype of the weights."""
+        # Autocast is off here: without the cast a bfloat16 input would meet float32 weights.
         activated: Tensor = self.activation(self.linear(vectors.to(self.linear.weight.dtype)))
         return activated
 
@@ -104,6 +105,7 @@ def principal_components(sample: Tensor, out_features: int) -> Tensor:
     Signs are fixed, so that all machines get the same result. If `sample` has fewer rows than components, the remaining
     ones are arbitrary orthogonal directions.
     """
+    # float64: a covariance of float32 rounds away the weak directions.
     unit = nn.functional.normalize(sample.double(), dim=1)
     centred = unit - unit.mean(dim=0)
     covariance = centred.T @ centred

@@ -46,6 +46,7 @@ class HiddenStates(nn.Module):
             raise UserError(
                 f"layers: this model has layers 0 (its embeddings) to {deepest}, and {wrong[0]} is asked for"
             )
+        # Negative numbers count from the last layer, as in a Python list.
         self.layers = [int(one) % (deepest + 1) for one in given]
         pooling = pooling or (description.pooling if description.pooling != "own" else "mean")
         self.pooling: Pooling = pooling
@@ -56,6 +57,7 @@ class HiddenStates(nn.Module):
         found = []
         for part in parts:
             taken: dict[int, Tensor] = {}
+            # Hooks, and not output_hidden_states: they are the same for padded, packed and sharded models.
             hooks = [self._stack[0].register_forward_pre_hook(_entering(self, part[1], taken), with_kwargs=True)]
             hooks += [
                 layer.register_forward_hook(_leaving(self, part[1], taken, number))

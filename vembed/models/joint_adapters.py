@@ -37,6 +37,7 @@ class _Seen:
 
     @classmethod
     def of(cls, values: Tensor) -> _Seen:
+        # A weak reference: the group must not keep an activation alive. Tensors of inference have no version.
         return cls(weakref.ref(values), 0 if values.is_inference() else values._version, torch.is_grad_enabled())
 
     def is_same(self, other: _Seen) -> bool:
@@ -45,6 +46,7 @@ class _Seen:
         return (
             self.tensor() is other.tensor()
             and self.version == other.version
+            # Recomputation runs the same input twice, without a graph and with one.
             and self.with_gradients == other.with_gradients
         )
 
@@ -73,12 +75,14 @@ class _Group:
 
     def product(self, number: int, values: Tensor) -> Tensor:
         """Return the product of a member's weight with its input."""
+        # The first layer computes for all. Each product is given out once: a second request is another pass.
         if number not in self.waiting or not self._given.is_same(self._multiplied):
             products = torch.split(self._together(values), self.widths, dim=-1)
             self.waiting, self._multiplied = dict(enumerate(products)), self._given
         return self.waiting.pop(number)
 
     def _together(self, values: Tensor) -> Tensor:
+        # `compute_in_bf16` changes the layers' class after they were joined.
         narrow = [one for one in self.members if isinstance(one, Bf16Linear)]
         if len(narrow) == len(self.members):
             return joint_linear(values, narrow)
@@ -95,11 +99,13 @@ def join_adapters(backbone: nn.Module, adapter: str) -> int:
         children = dict(module.named_children())
         for names in TOGETHER:
             found = {name: one for name in names if (one := _first_matrix(children, name, adapter)) is not None}
+            # One product needs one input size and one dtype.
             if len(found) < 2 or len({(one.in_features, one.weight.dtype) for one in found.values()}) > 1:
                 continue
             group = _Group(list(found.values()))
             for number, (name, one) in enumerate(found.items()):
                 children[name].register_forward_pre_hook(group.see)
+                # On the instance: class, parameters and their names stay, for checkpoints, FSDP and peft.
                 one.forward = partial(group.product, number)  # type: ignore[method-assign]
             count += 1
     return count
@@ -124,4 +130,5 @@ def _first_matrix(children: Mapping[str, nn.Module], name: str, adapter: str) ->
     layer: Any = children.get(name)
     matrices = None if layer is None else layer._modules.get("lora_A")
     first = matrices[adapter] if isinstance(matrices, nn.ModuleDict) and adapter in matrices else None
+    # Exactly nn.Linear: a subclass may compute something else.
     return first if type(first) is nn.Linear and first.bias is None else None

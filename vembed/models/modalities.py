@@ -40,6 +40,7 @@ def tower_features(
 ) -> Tensor:
     """Return tower features [n, width], one vector per item of one modality's collated inputs. `collected` gets the
     model's own losses."""
+    # Composed and two-tower models are called tower by tower; a vision-language model as a whole.
     family = description.traits
     forward = family.forwards[modality]
     if family.has_two_models or forward == "pooled_towers":
@@ -103,6 +104,7 @@ def _text(description: ModelDescription, backbone: Backbone, inputs: Inputs, col
     if mask is not None:
         arguments["attention_mask"] = mask
     if description.traits.reads_chats or is_decoder_only(backbone.config):
+        # Keys and values for generation would be kept for every layer, and never read.
         arguments["use_cache"] = False
         if mask is not None and description.padding_side == "left":
             # Positions count from the first real token. Otherwise they would depend on the amount of left padding.

@@ -113,6 +113,7 @@ def hidden_states(
         tokens, places = input_ids.flatten()[index], (mask.cumsum(dim=1) - 1).flatten()[index]
         # Cumulative text lengths with a leading 0: [n + 1].
         starts = functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
+    # RoBERTa and its kin count positions from the padding token's id + 1.
     if backbone.config.model_type in POSITIONS_AFTER_PADDING:
         places = places + backbone.config.pad_token_id + 1
     starts = starts.to(torch.int32)
@@ -175,6 +176,7 @@ def attention(
     else:
         own = dropout > 0.0 and key.shape[1] == query.shape[1]
         query, key, value = cpu_kernels.in_autocast_dtype(query, key, value)
+        # A limit on the scores of all heads together, so that a piece stays in the caches.
         per_head = cpu_kernels.scores_at_once(query.dtype) // query.shape[1]
         pieces = cut(tuple(packed.starts.tolist()), per_head, causal, window)
         output = (cpu_kernels.dropped_attention if own else _by_sdpa)(query, key, value, pieces, dropout, scaling)
@@ -350,6 +352,7 @@ def _by_sdpa(
     query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...], dropout: float, scaling: float
 ) -> Tensor:
     sizes = [piece.tokens.stop - piece.tokens.start for piece in pieces]
+    # Grouped queries: each head of keys serves `times` heads of queries.
     times = query.shape[1] // key.shape[1]
     attended = []
     for piece, *parts in zip(pieces, *(torch.split(one, sizes) for one in (query, key, value)), strict=True):

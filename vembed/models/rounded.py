@@ -45,8 +45,10 @@ class _StraightThrough(torch.autograd.Function):
 def rounded(weight: Tensor) -> Tensor:
     """Return a weight [out, in] as whole multiples, from -127 to 127, of a scale for each row, in its own dtype."""
     values = weight.detach()
+    # Scales of 16-bit weights are computed in float32: their quotients decide the rounding.
     values = values if values.dtype == torch.float64 else values.float()
     scale = values.abs().amax(dim=1, keepdim=True) / LEVELS
+    # A row of zeros would be 0 / 0.
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     return (torch.round(values / scale) * scale).to(weight.dtype)
 

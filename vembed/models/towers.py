@@ -34,6 +34,7 @@ def towers_of_modality(modality: Modality) -> tuple[Tower, ...]:
 
 def frozen_towers(backbone: nn.Module, family: Family) -> list[Tower]:
     """Return the towers without trained parameters."""
+    # By parameters and not by the option: adapters freeze towers too.
     trained = [name for name, parameter in backbone.named_parameters() if parameter.requires_grad]
     return [tower for tower, prefix in family.towers.items() if not any(name.startswith(prefix) for name in trained)]
 
@@ -49,6 +50,7 @@ def freeze_unused(backbone: nn.Module, family: Family, image_pooling: Pooling | 
     They would never get a gradient, and DDP and FSDP would wait for it.
     """
     unused = []
+    # `"".startswith(())` is False: without such norms nothing is added.
     norms_left_out = _norms_of_own_pooling(backbone, family) if image_pooling != "own" else ()
     for name, parameter in backbone.named_parameters():
         if is_never_used(name) or name in LOSS_PARAMETERS or name.startswith(norms_left_out):
@@ -102,6 +104,7 @@ def _names_of(backbone: nn.Module, family: Family, part: str) -> set[str]:
         return {name for name in every if name.startswith(prefix)}
     layers = _layer_prefixes(backbone, family)
     if part == "embeddings":
+        # Embeddings inside of layers (of relative positions) belong to their layer.
         inside = tuple(prefix for prefixes in layers.values() for prefix in prefixes)
         return {name for name in every if _INPUT_EMBEDDINGS.search(name) and not name.startswith(inside)}
     kind, _, count = part.rpartition("=")

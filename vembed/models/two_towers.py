@@ -51,6 +51,7 @@ class TwoTowers(nn.Module):
             (self.text_model, "text_model.", folder),
             (self.vision_model, "vision_model.", folder / IMAGE_TOWER_FOLDER),
         ):
+            # Each tower's file has the names of the tower itself, so that it loads alone.
             part = {key.removeprefix(name): value for key, value in state_dict.items() if key.startswith(name)}
             tower.save_pretrained(place, state_dict=part)
         projections = {key: value for key, value in state_dict.items() if key.split(".")[0].endswith("_projection")}

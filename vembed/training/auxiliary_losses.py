@@ -62,6 +62,7 @@ class AuxiliaryLosses:
 
     def agree(self, batch: AuxiliaryBatch) -> None:
         """Set the sums and counts of the global batch. Collective if the model has auxiliary losses."""
+        # Sorted: the ranks may have met the losses in another order, and the sums below have no names.
         names = sorted(batch.own)
         if unknown := sorted(self.weights.keys() - batch.own.keys()):
             raise UserError(
@@ -80,6 +81,7 @@ class AuxiliaryLosses:
         """Return this rank's part of the weighted sum. The parts of all ranks add up to it."""
         total = batch.occurrences.new_zeros((), dtype=torch.float64)
         for name, (_, count) in batch.total.items():
+            # A loss that counted nothing in the whole batch is left out, and not divided by zero.
             if count:
                 total = total + self.weight(name) * batch.own[name][0] / count
         return total

@@ -51,6 +51,7 @@ class WeightAverage(Hook):
         with torch.no_grad():
             for name, average in self._averages.items():
                 local = _local(average)
+                # On shards or copies alike: the average of a shard is the shard of the average.
                 local.lerp_(_local(self._trained[name]).to(local.dtype), 1 - decay)
 
     @override

@@ -106,6 +106,7 @@ def find_budget(
         free, _ = torch.cuda.mem_get_info(session.device)
         memory = free + torch.cuda.memory_reserved(session.device)
     else:
+        # Nothing fixed: what is free now is asked for below, with the weights in place.
         demand = Demand(0.0, bytes_per_token(model, featuriser, session, sample))
         memory = psutil.virtual_memory().available // session.local_world_size
     longest = max((feature.length for feature in sample), default=1)

@@ -118,6 +118,7 @@ class Checkpointer:
             raise UserError(answer["error"])
         damaged: dict[Path, list[str]] = {}
         chosen = None
+        # The list of rank 0: `verify` is collective, so all ranks go through the same paths.
         for path in map(Path, answer["paths"]):
             problems = self.verify(path)
             if not problems:

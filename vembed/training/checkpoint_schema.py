@@ -197,6 +197,7 @@ def _coverage_problem(entry: EntrySchema) -> str | None:
         if any(end > size for end, size in zip(ends, entry.shape, strict=True)):
             return f"a chunk ends at {ends}, outside of the shape {entry.shape}"
     held, wanted = sum(math.prod(chunk.sizes) for chunk in entry.chunks), math.prod(entry.shape)
+    # Equal numbers and no overlap together mean: every element once.
     if held != wanted:
         return f"its chunks hold {held:,d} of {wanted:,d} elements"
     # In order of their offsets, pieces along the first dimension overlap only with their neighbours.

@@ -57,6 +57,7 @@ def check_embeddings(config: TrainConfig, session: Session, parts: RunModel) -> 
         with io.BytesIO() as file:
             Image.linear_gradient("L").convert("RGB").save(file, "PNG")
             items.append(Item(images=(ImageRef(data=file.getvalue()),)))
+    # On all ranks, before any file is written: a model that gives NaN must not replace an older final/.
     vectors = encode_items(parts.model, parts.featuriser, items, "document", session=session, normalize=False)
     if not np.isfinite(vectors).all():
         raise RunError(f"final/ is not written: the trained model's embeddings are not finite; {_way_out(config)}")
@@ -97,6 +98,7 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
     num_total, num_trained = num_parameters(parts.model), num_parameters(parts.model, trainable_only=True)
     if session.is_main:
         learned = parts.loss.scale_and_bias()
+        # Learned by the loss, and used by CLIP and SigLIP models: they go into the model's own file.
         if learned is not None:
             embedder.write_scale_and_bias(*learned, weights)
         store_rounded(embedder, weights)

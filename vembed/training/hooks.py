@@ -84,6 +84,7 @@ class StepReport:
     def add(self, rank_batch: RankBatch, result: BatchResult) -> None:
         """Add one global batch. Of the embeddings, only those of the last one are kept in memory."""
         if self.batches:
+            # The embeddings of the batches before are of no more use, and as large as those of this one.
             before, earlier = self.batches[-1]
             self.batches[-1] = before, earlier.without_embeddings()
         self.batches.append((rank_batch, result))
@@ -205,6 +206,7 @@ class Hooks:
 
     def on_step(self, report: StepReport) -> bool:
         """Call `on_step` of each. Return whether one of this rank's hooks has a reason to end the run, and log it."""
+        # All are called, also after one has given a reason: some communicate.
         return _say([(hook, hook.on_step(report)) for hook in self._all])
 
     def figures(self, report: StepReport) -> dict[str, Any]:

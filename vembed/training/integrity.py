@@ -169,11 +169,13 @@ def set_aside(directory: Path, ending: str) -> Path:
 
 def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
     """Remove the oldest checkpoints until `limit` are left. The newest and the steps in `keep` are never removed."""
+    # Called after a new checkpoint is complete: from now on the damaged ones are of no use.
     for path in output_dir.glob(f"checkpoint-*{DAMAGED}"):
         shutil.rmtree(path)
     found = list_checkpoints(output_dir)
     if limit is None or len(found) <= limit:
         return []
+    # `found` is sorted by step: the last one, the newest, is no candidate.
     removable = [path for step, path in found[:-1] if step not in keep]
     removed = removable[: len(found) - limit]
     for path in removed:

@@ -65,6 +65,7 @@ class Interrupts:
         """
         now = time.monotonic()
         if self._is_armed:
+            # From one call to the next: a step, and the evaluation and checkpoint before it.
             self._longest_step = max(self._longest_step, now - self._agreed_at)
         self._is_armed, self._agreed_at, self._save_seconds = True, now, save_seconds
         return self._ask(self._longest_step)
@@ -107,6 +108,7 @@ class Interrupts:
         if self.agreed:
             return True
         mine = self._number
+        # One clock decides: those of the machines may differ.
         if not mine and collectives.rank() == 0 and self._time_is_up(step_seconds):
             mine = _TIME_IS_UP
         # One collective for both questions, as it is called after every step.
@@ -147,6 +149,7 @@ class Interrupts:
             signal.signal(number, handler)
         self._before = {}
         signal.set_wakeup_fd(self._wakeup_before)
+        # Signal 0 does not exist: it ends the thread's loop.
         os.write(self._write_end, b"\0")
         self._reader.join()
         self._reader = None
@@ -170,6 +173,7 @@ class Interrupts:
                 if self._is_armed:
                     what = "training is over, writing final/" if self._is_over else "finishing the step and saving"
                     log.info("%s: %s; once more ends the run at once", signal.Signals(number).name, what)
+            # A launcher passes on the Ctrl-C that has reached this process too: that is one request.
             elif now - self._first_at > SAME_REQUEST_SECONDS:
                 os._exit(128 + _counted_as(number))
 

@@ -73,6 +73,7 @@ class OutputLock:
             self._thread.join()
             self._thread = None
             with suppress(OSError):
+                # Only if it is this run's still: another may have taken it over from a run that it held for dead.
                 if self.path.read_bytes() == self._content:
                     self.path.unlink()
         for folder in reversed(self._made):
@@ -138,6 +139,7 @@ class OutputLock:
         own = self.path.with_name(f"{LOCK}.{os.getpid()}")
         own.write_bytes(content)
         own.replace(self.path)
+        # Several starts may replace the same dead lock: the last one to write wins, and each of them looks again.
         time.sleep(SETTLE_SECONDS)
         if self.path.read_bytes() != content:
             raise UserError(f"output_dir: {self.folder} was taken by another run that started at the same time")

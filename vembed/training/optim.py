@@ -96,6 +96,7 @@ def trained_parameters(model: nn.Module, loss: nn.Module, config: TrainConfig) -
         if is_head(name):
             rate = head_rate
         else:
+            # What belongs to no layer (norms behind the last one) has depth 0: the full rate.
             rate = peak * config.layer_lr_decay ** depths.get(name, 0)
         trained.append(
             TrainedParameter(name, parameter, shape, rate, decays=len(shape) > 1 and not name.endswith("bias"))
@@ -138,6 +139,7 @@ def _layers_by_name(names: Sequence[str], model: nn.Module) -> dict[str, tuple[s
     Layers of one stack have equal names but for the numbers in them, so the stages of a hierarchical tower are one.
     """
     layers = {id(layer) for layer in layers_of(model)}
+    # The modules that the model declares as layers; names decide only for what lies outside of them.
     prefixes = {f"{plain_name(name)}.": None for name, module in model.named_modules() if id(module) in layers}
     known = tuple(prefixes)
     for name in names:
@@ -217,6 +219,7 @@ def _create(config: TrainConfig, groups: list[dict[str, Any]], *, is_fsdp1: bool
             f"optim: {config.optim} holds blocks of whole parameters, and fsdp_version: 1 leaves each process a flat "
             "piece of them: use fsdp_version: 2, or optim: adamw"
         )
+    # Before the choice by name: an update of a weight held in 16 bits alone needs an optimizer of its own.
     if _is_half(parameters):
         _check_half(config, parameters)
         return RoundedAdamW(groups, **adam, seed=config.seed), (

@@ -94,6 +94,7 @@ def compare_resume(
 def refuse(differences: list[Difference], checkpoint: str) -> None:
     """Raise UserError that lists the forbidden differences, if any."""
     forbidden = [one for one in differences if not one.is_allowed]
+    # A changed global batch alone has a way out of its own.
     batch = next((one for one in forbidden if one.name == "global_batch_size"), None)
     if batch is not None and len(forbidden) == 1:
         raise UserError(
@@ -115,6 +116,7 @@ def candidates(config: TrainConfig) -> list[Path]:
     finished run is refused: only the user knows whether to resume or to keep the old run.
     """
     output = Path(config.output_dir)
+    # Newest first: a damaged one is passed over for the one before.
     own = [path for _, path in reversed(list_checkpoints(output))]
     finished = finished_run(output)
     if config.resume is False:
@@ -154,6 +156,7 @@ def refuse_own_model(config: TrainConfig) -> None:
         if path is None or not path.is_dir():
             continue
         model = path.resolve()
+        # A run's folder stands for its final/, unless it is a model folder itself.
         is_own_run = model == output and (output / FINAL).is_dir() and not (output / "config.json").is_file()
         below = [one.name for one in (model, *model.parents) if one.parent == output]
         if is_own_run or any(one == FINAL or one.startswith("checkpoint-") for one in below):
@@ -210,6 +213,7 @@ def keep_global_batch(config: TrainConfig, saved: Mapping[str, Any], world_size:
     examples = saved["identity"].get("global_batch_size")
     if config.global_batch_size is not None or not same or examples is None:
         return config
+    # The identity counts the examples of a step, and the option those of one batch.
     size = examples // config.gradient_accumulation_steps
     if size == config.batch_size * world_size:
         return config
@@ -225,6 +229,7 @@ def keep_decisions(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig
     resumed run is the same run whatever vembed would choose today."""
     given = dict(config)
     names = ["learning_rate", "epochs", "logging_steps"]
+    # Their `auto` follows from the cost of an evaluation: other data, another rhythm.
     if all(given[name] == saved.get(name) for name in ("val_data_path", "val_split")):
         names += ["eval_steps", "save_steps"]
     kept = {name: saved[name] for name in names if given[name] == "auto" and name in saved}

@@ -56,6 +56,7 @@ def main_first(session: Session) -> Iterator[None]:
     machine, whose cache may be another, on its first rank before the others. A UserError on rank 0 is raised on all
     ranks."""
     if not session.is_main:
+        # The other ranks wait here until rank 0 is done, or take over its mistake.
         mistake = collectives.broadcast_json(None)
         if mistake is not None:
             raise UserError(mistake)
@@ -100,6 +101,7 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     # Before the model: the teachers' weights are no longer in memory when the model's are read.
     teachers = Teachers(config, session)
     teachers.prepare(data.examples)
+    # The same start on every rank; the step seeds each forward pass anew.
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.deterministic)
     description = describe(config)
@@ -112,6 +114,7 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     pixels = max(2**30, int(PIXELS_SHARE * psutil.virtual_memory().available) // session.local_world_size)
     decoders = max(num_cores() // session.local_world_size, 1)
     featuriser = Featuriser(description, image_cache_bytes=pixels, decoders=decoders)
+    # Before the model: compiled layers are chosen while it is built.
     decide_compilation(config, data, featuriser, session)
     embedder = build_model(
         config,
@@ -258,6 +261,7 @@ def start_head(
     if config.mrl_projection_init != "pca" or model.mrl_projection is None:
         return
     if session.is_main:
+        # Spread over the whole store: its sources follow one another.
         step = max(len(store) // SAMPLE, 1)
         items = [store[index].positives[0] for index in range(0, len(store), step)][:SAMPLE]
         with model.without_mrl_projection():

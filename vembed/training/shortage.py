@@ -40,6 +40,7 @@ class MemoryGuard:
         if failed and self.session.strategy == "fsdp":
             # The other ranks are blocked in a layer's all-gather and cannot be notified. Ending this rank ends them.
             raise RunError(advice(self.session, budget))
+        # With whole copies no rank is inside a collective here, so that all can agree.
         if self.session.strategy != "fsdp" and collectives.max_ints([int(failed)])[0]:
             raise OutOfMemory
 

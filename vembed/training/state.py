@@ -107,6 +107,7 @@ def restore(
 
     The optimizer's group options (learning rate, weight decay, betas) stay as the config has them.
     """
+    # The same names as in `tensors_of`: a tensor of the checkpoint finds its place by name alone.
     model_and_loss = ModelAndLoss(model, loss)
     weights = _weights(model_and_loss)
     _check_weights(weights, saved, dtypes or {})
@@ -120,6 +121,7 @@ def restore(
         optimizer.zero_grad(set_to_none=True)
         whole: Any = get_optimizer_state_dict(model_and_loss, optimizer, options=_TRAINED)
         state, groups = whole["state"], whole["param_groups"]
+        # State that the step above has made, and the checkpoint lacks, is not loaded.
         held = {name for name in state if any(key.startswith(f"{_OPTIMIZER}{name}.") for key in saved)}
         state = {name: value for name, value in state.items() if name in held}
         leaves = _leaves(state)

@@ -193,6 +193,7 @@ class ContrastiveStep:
         frozen = LockstepSplit(lengths, batch.inputs.missing, budget.micro_batch_tokens, budget.max_rows)
         sizes = [len(lengths), len(rank_batch.query), len(rank_batch.negative)]
         is_scored = rank_batch.scores is not None, rank_batch.negative_scores is not None or not sizes[-1]
+        # All numbers of a rank in one row, so that one collective carries them.
         mine = [*sizes, *map(int, is_scored), own.padded_tokens, *own.counts, *frozen.counts]
         # The model's forward passes are collective under FSDP, so their numbers are exchanged before the first of them.
         table = collectives.all_gather_ints(mine)
@@ -202,6 +203,7 @@ class ContrastiveStep:
             list(inputs), list(rows), list(negatives), all(scored), has_negative_scores, max(padded)
         )
         most = [max(column) for column in counts]
+        # A rank with fewer micro-batches splits its inputs finer, or runs dummies, up to the maximum over the ranks.
         splits = own.agreed(most[: len(own.counts)])
         batch.frozen_splits = frozen.agreed(most[len(own.counts) :])
         batch.micro_batches = order_micro_batches(splits, self.source.towers.modalities)
@@ -288,6 +290,7 @@ class ContrastiveStep:
 
     def score(self, loss_batch: LossBatch, batch: StepBatch, weight: float) -> tuple[Tensor, Tensor]:
         """Return this rank's part of L, and the gradient of `weight` * L for its own embeddings. Collective."""
+        # Not TF32: the rounding of a score is divided by the temperature too.
         with self.timer("loss"), torch.enable_grad(), matmul_precision("highest"):
             loss_share = self.loss(loss_batch)
             # The loss runs in float32. Its gradient carries the float16 scale into the backward of each micro-batch.
@@ -329,6 +332,7 @@ class ContrastiveStep:
                     pairs.append((added, added.new_full((), weight * self.session.world_size)))
             if pairs:
                 torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        # Units that had no backward pass (a frozen tower, one without inputs) are gathered still.
         if batch.is_last and self.session.keeps_gathered:
             reshard(self.model)
 
@@ -361,6 +365,8 @@ class ContrastiveStep:
         """Let FSDP reduce gradients in this backward pass. Other micro-batches only add to the local gradient."""
         if self.session.fsdp is None:
             return
+        # HYBRID_SHARD: earlier micro-batches are summed inside each machine, and between the machines only with the
+        # last.
         all_reduce = is_last or not self.session.all_reduces_once
         set_gradient_sync(self.model, is_last or self.session.reduces_each_micro_batch, all_reduce=all_reduce)
 

@@ -119,12 +119,14 @@ class Trainer:
         ]
         self.hooks = Hooks([*own, *hooks])
         self.hooks.on_build(self)
+        # After `on_build`, in which hooks allocate the tensors that the checkpoint fills.
         self.state = self._restored(resume_from)
         self.whole_model = whole_model_writer(config, session, parts.embedder, parts.model, parts.loss)
         self.stream = open_stream(config, self.data, parts.featuriser, session)
         sample = self.stream.sample()
         log_cut_texts(sample, parts.featuriser.description)
         self.guard = MemoryGuard(session)
+        # After the checkpoint: optimizer state that is restored takes memory already, and is not added to the estimate.
         budget = find_budget(config, parts.model, parts.featuriser, session, sample, parts.optimizer)
         self.step = ContrastiveStep(
             parts.model, parts.loss, parts.source, session, budget, self.guard, config.seed, parts.teachers,
@@ -279,6 +281,8 @@ class Trainer:
     def finish(self) -> TrainResult:
         """Write final/ and the report. Collective."""
         state, config, parts = self.state, self.config, self.parts
+        # Hooks first: they are promised the weights of the last step, and below those of a better checkpoint may be
+        # loaded.
         self.hooks.on_finish(self)
         self.interrupts.training_is_over()
         log_use(parts.source.towers.stores)
@@ -343,6 +347,8 @@ class Trainer:
     def _new_epoch(self) -> int | None:
         """Return the number of the epoch that begins with the next step, or None if none does."""
         steps_per_epoch, per_step = self.data.batch_schedule.steps_per_epoch, self.data.batches_per_step
+        # Batches, not steps: with gradient accumulation an epoch may begin inside a step, and counts from the next step
+        # on.
         first = self.state.step * per_step
         epoch = first // steps_per_epoch
         is_new = first == 0 or (first - per_step) // steps_per_epoch < epoch

@@ -94,6 +94,7 @@ class Update:
     def apply(self, loss_share: torch.Tensor) -> Outcome:
         """Take one optimizer step with the current gradients, then clear them. Collective."""
         parameters = [*self.model.parameters(), *self.loss.parameters()]
+        # The loss's parameters are copies on every rank, also where the model is sharded.
         norm_tensor = global_grad_norm(self.model, list(self.loss.parameters()))
         loss = collectives.sum_scalars([float(loss_share)])[0]
         # The norm is measured on scaled gradients and divided afterwards. Unscaling and clipping then share one

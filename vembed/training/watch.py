@@ -77,6 +77,7 @@ class Watch(Hook):
         named = collectives.gather_objects_as_json(mine)
         culprits = "; ".join(f"rank {rank}: {', '.join(where)}" for rank, where in enumerate(named) if where)
         if not culprits:
+            # The embeddings were finite everywhere, so it was the gradient.
             culprits = f"no rank (the gradient overflowed; first examples: {', '.join(parts[0][0].where[:2])})"
         found = f"non-finite embeddings on {culprits}"
         if broken_weights and step > 1:
@@ -164,5 +165,6 @@ def mean_cosine(embeddings: Tensor) -> float:
     if num < 2:
         return 0.0
     unit = torch.nn.functional.normalize(embeddings.detach().float(), dim=1)
+    # |sum of unit vectors|^2 is the sum of all cosines, the num of each with itself included.
     total = float(unit.sum(dim=0).square().sum())
     return (total - num) / (num * (num - 1))
