@@ -16,22 +16,15 @@ from transformers import AutoModelForCausalLM
 import vembed
 from tests import tiny
 from tests.harness import run_ranks
-from tests.parity.engine import BATCH_NUMBER, SEED, Case, build, examples, full_gradients, worst_error
+from tests.parity.engine import Case, build, examples, full_gradients, step_on_rank, worst_error
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
-from vembed.data.batches import rank_rows
 from vembed.data.features import Featuriser
-from vembed.data.feeding import Feeder
-from vembed.data.rank_batch import make_rank_batch
 from vembed.distributed.session import start_session
 from vembed.families.decisions import describe
 from vembed.models.embedding_model import build_model
 from vembed.models.language_head import IGNORED, Hidden, LanguageHead, has_language_head
 from vembed.training.auxiliary_losses import AuxiliaryLosses
-from vembed.training.frozen import InputSource
-from vembed.training.shortage import MemoryGuard
-from vembed.training.step import ContrastiveStep
-from vembed.training.update import synchronise
 
 ROUNDED = 2e-5
 """Error in float64: the norms and rotary positions of these models round to float32 inside."""
@@ -83,18 +76,7 @@ def on_ranks(strategy: str) -> list[dict[str, Tensor]]:
         for folder in folders():
             for case in CASES:
                 config = config_of(folder, strategy=strategy, gradient_checkpointing=strategy == "fsdp")
-                embedder, loss, featuriser = build(case, config)
-                model = session.prepare(embedder, embedder.description.layer_classes)
-                rows = examples(case)
-                own = rank_rows(len(rows), session.rank, session.world_size)
-                rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
-                step = ContrastiveStep(
-                    model, loss, InputSource(model, Feeder(featuriser, session.device), session), session,
-                    case.budget(), MemoryGuard(session), SEED, auxiliary=AuxiliaryLosses(config),
-                )  # fmt: skip
-                result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
-                synchronise(model, loss, session)
-                found.append({**full_gradients(model), "loss": result.loss_share})
+                found.append(step_on_rank(case, config, session, AuxiliaryLosses(config))[0])
     return found
 
 

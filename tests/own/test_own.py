@@ -22,20 +22,13 @@ from tests.harness import run_ranks
 from tests.losses.reference import reference_loss
 from tests.own.bag import Bag
 from tests.own.conv import Convolutions
-from tests.parity.engine import BATCH_NUMBER, SEED, Case, build, examples, full_gradients, plain_batch, worst_error
+from tests.parity.engine import Case, build, examples, full_gradients, plain_batch, step_on_rank, worst_error
 from tests.tiny_tokenizers import texts, wordpiece_tokenizer
 from vembed.cli import app
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
-from vembed.data.batches import rank_rows
-from vembed.data.feeding import Feeder
-from vembed.data.rank_batch import make_rank_batch
 from vembed.distributed.session import start_session
 from vembed.training.auxiliary_losses import AuxiliaryLosses
-from vembed.training.frozen import InputSource
-from vembed.training.shortage import MemoryGuard
-from vembed.training.step import ContrastiveStep
-from vembed.training.update import synchronise
 
 BAG = f"{ROOT / 'tests/own/bag.py'}:Bag"
 PACKED = f"{ROOT / 'tests/own/packed.py'}:PackedBag"
@@ -119,18 +112,8 @@ def on_ranks(place: Path, strategy: str) -> Found:
     with start_session(config_of(CASES[0], place, **more)) as session:
         for case in CASES:
             config = config_of(case, place, **more)
-            embedder, loss, featuriser = build(case, config)
-            model = session.prepare(embedder, embedder.description.layer_classes)
-            rows = examples(case)
-            own = rank_rows(len(rows), session.rank, session.world_size)
-            rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
-            step = ContrastiveStep(
-                model, loss, InputSource(model, Feeder(featuriser, session.device), session), session, case.budget(),
-                MemoryGuard(session), SEED, auxiliary=AuxiliaryLosses(config),
-            )  # fmt: skip
-            result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
-            synchronise(model, loss, session)
-            found.gradients.append({**full_gradients(model), "loss": result.loss_share})
+            gradients, result = step_on_rank(case, config, session, AuxiliaryLosses(config))
+            found.gradients.append(gradients)
             found.auxiliary.append(dict(result.auxiliary))
     return found
 

@@ -30,11 +30,13 @@ from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.models.names import plain_name
+from vembed.teachers.supply import Teachers
+from vembed.training.auxiliary_losses import AuxiliaryLosses
 from vembed.training.budget import Budget
 from vembed.training.embedding_exchange import InRing, LossExchange, loss_exchange
 from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
-from vembed.training.step import ContrastiveStep, order_micro_batches, seed_of
+from vembed.training.step import BatchResult, ContrastiveStep, order_micro_batches, seed_of
 from vembed.training.update import synchronise
 
 SEED, BATCH_NUMBER = 5, 3
@@ -119,19 +121,31 @@ def gradients_on_ranks(cases: list[tuple[Case, Path]], strategy: str, more: dict
     with start_session(first.config(folder, strategy=strategy, **more)) as session:
         for case, folder in cases:
             config = case.config(folder, strategy=strategy, **more)
-            embedder, loss, featuriser = build(case, config)
-            model = session.prepare(embedder, embedder.description.layer_classes)
-            rows = examples(case)
-            own = rank_rows(len(rows), session.rank, session.world_size)
-            rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
-            guard = MemoryGuard(session)
-            source = InputSource(model, Feeder(featuriser, session.device), session)
-            step = ContrastiveStep(model, loss, source, session, case.budget(), guard, SEED)
-            step.exchange = exchange_of(config, session)
-            result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
-            synchronise(model, loss, session)
-            results.append({**full_gradients(model), **loss_gradients(loss), "loss": result.loss_share})
+            gradients, _ = step_on_rank(case, config, session)
+            results.append(gradients)
     return results
+
+
+def step_on_rank(
+    case: Case,
+    config: TrainConfig,
+    session: Session,
+    auxiliary: AuxiliaryLosses | None = None,
+    teachers: Teachers | None = None,
+) -> tuple[dict[str, Tensor], BatchResult]:
+    """This rank's part of the case's batch through the real step: the whole gradients by name, and the result."""
+    embedder, loss, featuriser = build(case, config, {} if teachers is None else teachers.dims)
+    model = session.prepare(embedder, embedder.description.layer_classes)
+    rows = examples(case)
+    own = rank_rows(len(rows), session.rank, session.world_size)
+    rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
+    source = InputSource(model, Feeder(featuriser, session.device), session)
+    guard = MemoryGuard(session)
+    step = ContrastiveStep(model, loss, source, session, case.budget(), guard, SEED, teachers, auxiliary)
+    step.exchange = exchange_of(config, session)
+    result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
+    synchronise(model, loss, session)
+    return {**full_gradients(model), **loss_gradients(loss), "loss": result.loss_share}, result
 
 
 def exchange_of(config: TrainConfig, session: Session) -> LossExchange:

@@ -16,22 +16,18 @@ from tests.harness import RankFailed, run_ranks
 from tests.losses.reference import reference_loss
 from tests.parity.engine import (
     BATCH_NUMBER,
-    SEED,
     Case,
     build,
     examples,
-    exchange_of,
     full_gradients,
     loss_gradients,
     plain_batch,
+    step_on_rank,
     worst_error,
 )
 from tests.teachers.test_cache import Data
 from tests.tiny import shared, tiny_bert, tiny_reranker
-from vembed.data.batches import rank_rows
 from vembed.data.examples import Item
-from vembed.data.feeding import Feeder
-from vembed.data.rank_batch import make_rank_batch
 from vembed.data.row_store import RowStore
 from vembed.distributed.session import start_session
 from vembed.losses.batch import LossBatch
@@ -39,10 +35,6 @@ from vembed.losses.targets import TeacherScores, TeacherVectors
 from vembed.teachers.cached import KIND
 from vembed.teachers.supply import Teachers
 from vembed.teachers.teacher_identity import item_key, pair_key
-from vembed.training.frozen import InputSource
-from vembed.training.shortage import MemoryGuard
-from vembed.training.step import ContrastiveStep
-from vembed.training.update import synchronise
 
 MRL = {"use_mrl": True, "mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
 EVERY_NEGATIVE = {"bidirectional": True, "query_query_negatives": True, "document_document_negatives": True}
@@ -98,17 +90,8 @@ def on_ranks(cases: list[tuple[Case, Path]], strategy: str, more: dict[str, Any]
             teachers, rows = Teachers(config, session, cache), examples(case)
             if number:
                 teachers.prepare(Data(rows, f"data-{case.data}"))
-            embedder, loss, featuriser = build(case, config, teachers.dims)
-            model = session.prepare(embedder, embedder.description.layer_classes)
-            own = rank_rows(len(rows), session.rank, session.world_size)
-            rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
-            source, guard = InputSource(model, Feeder(featuriser, session.device), session), MemoryGuard(session)
-            step = ContrastiveStep(model, loss, source, session, case.budget(), guard, SEED, teachers)
-            step.exchange = exchange_of(config, session)
-            result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
-            synchronise(model, loss, session)
+            found, _ = step_on_rank(case, config, session, teachers=teachers)
             later = {name: one.num_later for name, one in (*teachers.vectors.items(), *teachers.pairs.items())}
-            found = {**full_gradients(model), **loss_gradients(loss), "loss": result.loss_share}
             results.append({"gradients": found, "later": later})
     return results
 
