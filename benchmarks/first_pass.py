@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 
 from benchmarks.train import machine
 from vembed.config.schema import TrainConfig
+from vembed.cores import num_cores
 from vembed.data.batches import BatchSchedule
-from vembed.data.cores import num_cores
 from vembed.data.sources import open_examples
 
 GIB = 2**30

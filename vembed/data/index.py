@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vembed.cores import num_cores
 from vembed.data.batches import ContentKeys
 from vembed.data.index_parts import NUM_SHOWN, Counts, PartIndex, index_part
 from vembed.data.index_worker import in_processes, num_workers
@@ -150,7 +150,7 @@ def _hash_of(files: Iterable[Path]) -> str:
     """Hash the contents of files. Large ones are hashed in pieces by several threads, and the pieces' hashes again."""
     # The size of a piece is part of the fingerprint: another one would make every checkpoint's data look changed.
     pieces = [(path, start) for path in files for start in range(0, max(1, path.stat().st_size), HASHED_AT_ONCE)]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(8, num_cores())) as pool:
         digests = list(pool.map(_piece_hash, pieces))
     whole = digests[0] if len(digests) == 1 else hashlib.blake2b(b"".join(digests), digest_size=16).digest()
     return whole.hex()

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import IO
 
-from vembed.data.cores import num_cores
+from vembed.cores import num_cores
 from vembed.data.index_parts import PartIndex, index_part
 from vembed.data.readers import Part, Reader
 from vembed.data.records import RecordFormat

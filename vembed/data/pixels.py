@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vembed.data.cores import num_cores
+from vembed.cores import num_cores
 from vembed.data.examples import ImageRef
 from vembed.data.images import load_image
 from vembed.data.pixel_recipe import PIXELS, Processed, find_recipe

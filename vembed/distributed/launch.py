@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from vembed.cores import num_cores
 from vembed.errors import UserError
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -60,11 +61,6 @@ def num_visible_devices(env: Mapping[str, str] = os.environ) -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def free_port() -> int:

@@ -18,7 +18,7 @@ from vembed.losses.batch import LossBatch
 from vembed.losses.candidates import find_candidates
 from vembed.losses.infonce import guide_for
 from vembed.losses.matryoshka import arithmetic_dtype
-from vembed.losses.rows import LEFT_OUT, Softmax
+from vembed.losses.rows import LEFT_OUT, Softmax, is_left_out
 from vembed.losses.temperature import ScoredLoss
 from vembed.losses.tiles import Scoring, Tiling, tiled_loss
 
@@ -74,7 +74,7 @@ class CircleRows(Softmax):
 
     def _weighted(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """Return b (s - m) / T as ((s + m) - 2 m) (s + m) / T, and LEFT_OUT for excluded candidates."""
-        left_out = logits <= LEFT_OUT * 1e-6
+        left_out = is_left_out(logits)  # first: `out` may be the tile itself
         weights = self._weights(logits, out)
         weighted = weights.mul_(weights - 2.0 * self.margin).div_(self.temperature)
         return weighted.masked_fill_(left_out, LEFT_OUT)

@@ -16,6 +16,12 @@ LEFT_OUT = -1e30
 """Logit of an excluded candidate. Finite, since 0 * -inf would be NaN."""
 
 
+def is_left_out(logits: Tensor) -> Tensor:
+    """Return true where a candidate is excluded."""
+    # Explicit pairs are excluded before they are scaled: their logit is LEFT_OUT times any scale.
+    return logits <= LEFT_OUT * 1e-6
+
+
 class RowLoss(ABC):
     """Losses of n rows. Create it with the own pairs' logits, add all candidates, then ask for the derivatives.
 

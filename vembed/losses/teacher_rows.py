@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vembed.losses.rows import LEFT_OUT, RowLoss
+from vembed.losses.rows import LEFT_OUT, RowLoss, is_left_out
 
 
 class Divergence(RowLoss):
@@ -39,7 +39,7 @@ class Divergence(RowLoss):
     def _targets(self, logits: Tensor, target: Tensor | None) -> Tensor:
         """The teacher's logits, with what the student leaves out left out too."""
         assert target is not None
-        return (target * self.target_scale).masked_fill_(logits <= LEFT_OUT * 1e-6, LEFT_OUT)
+        return (target * self.target_scale).masked_fill_(is_left_out(logits), LEFT_OUT)
 
     def add(self, logits: Tensor, scratch: Tensor, target: Tensor | None = None) -> None:
         """See RowLoss."""
@@ -106,7 +106,7 @@ class SquaredError(RowLoss):
         self.sum = positive.new_zeros(())
 
     def _errors(self, logits: Tensor, target: Tensor | None, out: Tensor) -> Tensor:
-        left_out = logits <= LEFT_OUT * 1e-6
+        left_out = is_left_out(logits)  # first: `out` may be the tile itself
         if target is None:
             out.copy_(logits)
         else:

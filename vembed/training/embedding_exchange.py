@@ -99,10 +99,12 @@ def gradient_of(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
+def part_of(rank: int, counts: list[int]) -> slice:
+    """Return a rank's part of a column that the ranks have gathered."""
+    first = sum(counts[:rank])
+    return slice(first, first + counts[rank])
+
+
 def _parts(counts: list[int]) -> list[slice]:
-    """Return each rank's part of a column that the ranks have gathered."""
-    parts, first = [], 0
-    for count in counts:
-        parts.append(slice(first, first + count))
-        first += count
-    return parts
+    """Return the parts of all ranks."""
+    return [part_of(rank, counts) for rank in range(len(counts))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,8 +14,8 @@ from vembed.config.rhythm import Rhythm, Size, passes, rhythm
 from vembed.config.sampling import parse_sampling
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import source_batch_sizes, task_numbers
+from vembed.cores import num_cores
 from vembed.data.batches import BatchSchedule
-from vembed.data.cores import num_cores
 from vembed.data.features import Features, Featuriser
 from vembed.data.feeding import Feeder
 from vembed.data.rank_batch import RankBatchStream
@@ -231,7 +230,7 @@ def num_workers(config: TrainConfig, description: ModelDescription) -> int:
     itself."""
     if config.num_workers != "auto":
         return config.num_workers
-    return 1 if description.modalities == ("text",) else min(4, max(1, (os.cpu_count() or 1) // 2))
+    return 1 if description.modalities == ("text",) else min(4, max(1, num_cores() // 2))
 
 
 def log_cut_texts(features: Sequence[Features], description: ModelDescription) -> None:

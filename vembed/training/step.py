@@ -32,7 +32,7 @@ from vembed.models.bf16 import holding_copies
 from vembed.teachers.supply import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryBatch, AuxiliaryLosses, Parts
 from vembed.training.budget import Budget
-from vembed.training.embedding_exchange import Counts, loss_exchange
+from vembed.training.embedding_exchange import Counts, loss_exchange, part_of
 from vembed.training.frozen import BatchInputs, InputSource
 from vembed.training.gathered_columns import Column, gather_columns
 from vembed.training.shortage import MemoryGuard, OutOfMemory
@@ -395,9 +395,3 @@ def of_modality(rank_batch: RankBatch, modality: Modality) -> list[int]:
 def rows_of(micro_batch: MicroBatch) -> list[list[int]]:
     """Return the positions of the inputs of each slice of a micro-batch."""
     return [rows for _, rows in micro_batch]
-
-
-def part_of(rank: int, counts: list[int]) -> slice:
-    """Return a rank's part of a column that the ranks have gathered."""
-    first = sum(counts[:rank])
-    return slice(first, first + counts[rank])

@@ -19,6 +19,7 @@ from typing import Any
 
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.schema import TrainConfig
+from vembed.cores import num_cores
 from vembed.distributed.launch import num_visible_devices
 from vembed.errors import RunError, UserError
 from vembed.tuning.search_outcome import write_outcome
@@ -212,7 +213,7 @@ def _start_workers(search: Search, workers: int, devices: int, env: Mapping[str,
             own["CUDA_VISIBLE_DEVICES"] = visible[number % devices] if any(visible) else str(number % devices)
         else:
             # Processes that each take all cores are slower than one after the other.
-            own.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // workers, 1)))
+            own.setdefault("OMP_NUM_THREADS", str(max(num_cores() // workers, 1)))
         running.append(subprocess.Popen(command, env=own))
     codes = [one.wait() for one in running]
     if any(codes):
