@@ -46,6 +46,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+TRAIN, DATA, RUNS = "Train", "Make and check training data", "Look at finished runs"
+USE, CHANGE, SETUP = "Use a model", "Change a model and hand it on", "Machine and options"
+"""Headings of the verbs in `vembed --help`."""
 WORDS_ARE_OURS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 """Settings of verbs that parse their arguments themselves, because every option of the config is a flag."""
 
@@ -73,13 +76,13 @@ def run_process(verb: str, words: Sequence[str]) -> int:
     return 0
 
 
-@app.command(context_settings=WORDS_ARE_OURS)
+@app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=TRAIN)
 def train(words: Words = None) -> None:
-    """Train a model as a config file says, on all local devices. `vembed train --help` lists the flags."""
+    """Train a model as a config file says, on all local devices."""
     _end(lambda: _train(words or []))
 
 
-@app.command(cls=JsonCommand)
+@app.command(cls=JsonCommand, rich_help_panel=USE)
 def eval(
     ctx: typer.Context,
     model: AnyModel,
@@ -134,7 +137,7 @@ def eval(
     _end(call)
 
 
-@app.command(cls=JsonCommand)
+@app.command(cls=JsonCommand, rich_help_panel=USE)
 def encode(
     ctx: typer.Context,
     model: AnyModel,
@@ -211,45 +214,43 @@ def encode(
     _end(call)
 
 
-app.command(cls=JsonCommand)(cli_search.tune)
-app.command()(cli_weights.score)
-app.command(cls=JsonCommand)(cli_weights.merge)
-app.command(cls=JsonCommand)(cli_weights.edit)
+app.command(cls=JsonCommand, rich_help_panel=TRAIN)(cli_search.tune)
+app.command(rich_help_panel=USE)(cli_weights.score)
+app.command(cls=JsonCommand, rich_help_panel=CHANGE)(cli_weights.merge)
+app.command(cls=JsonCommand, rich_help_panel=CHANGE)(cli_weights.edit)
 
 
-@app.command(context_settings=WORDS_ARE_OURS)
+@app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=DATA)
 def mine(words: Words = None) -> None:
-    """Find hard negatives for training data in a corpus. `vembed mine --help` lists the options."""
+    """Find hard negatives for training data in a corpus."""
     _end(lambda: _make_data("mine", mine.__doc__, words or []))
 
 
-@app.command(context_settings=WORDS_ARE_OURS)
+@app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=DATA)
 def judge(words: Words = None) -> None:
-    """Judge the negatives of training data by rerankers or endpoints. `vembed judge --help` lists the options."""
+    """Judge the negatives of training data by rerankers or endpoints."""
     _end(lambda: _make_data("judge", judge.__doc__, words or []))
 
 
-@app.command(context_settings=WORDS_ARE_OURS)
+@app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=DATA)
 def audit(words: Words = None) -> None:
-    """Look at training data: duplicates, leakage, false negatives, weak positives. `vembed audit --help` lists the
-    options."""
+    """Look at training data: duplicates, leakage, false negatives, weak positives."""
     _end(lambda: _make_data("audit", audit.__doc__, words or []))
 
 
-@app.command(context_settings=WORDS_ARE_OURS)
+@app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=DATA)
 def generate(words: Words = None) -> None:
-    """Make training pairs from documents, with or without a language model. `vembed generate --help` lists the
-    options."""
+    """Make training pairs from documents, with or without a language model."""
     _end(lambda: _make_data("generate", generate.__doc__, words or []))
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def demo(
     options: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE] ...", help="Options as of train.")] = None,
     output: Annotated[str, typer.Option("--output", help="Folder for data, config and run.")] = "demo",
     quick: Annotated[bool, typer.Option("--quick", help="30 seconds: everything happens, little is learned.")] = False,
 ) -> None:
-    """Train a small model on the functions of this Python's standard library: real data and weights, no network."""
+    """Train a small model on the functions of Python's standard library, without network access."""
 
     def call() -> None:
         from vembed.tools.demo import run_demo
@@ -259,7 +260,7 @@ def demo(
     _end(call)
 
 
-@app.command(cls=JsonCommand)
+@app.command(cls=JsonCommand, rich_help_panel=SETUP)
 def doctor(
     config: Annotated[
         str | None, typer.Argument(metavar="[CFG]", help="Check the machine for this config too.")
@@ -271,7 +272,10 @@ def doctor(
     model_config: Annotated[str, typer.Option(help="Its keyword arguments, as {size: 64}.")] = "{}",
     json_file: JsonOutput = None,
 ) -> None:
-    """Versions and devices, then a real sharded self-test on several processes. Exit code 0 or 1."""
+    """Check this machine: versions, devices, and a sharded self-test on several processes.
+
+    Exit code 1 if a check fails.
+    """
 
     def call() -> int:
         if model_class is not None:
@@ -286,10 +290,9 @@ def doctor(
     _end(call)
 
 
-@app.command(context_settings=WORDS_ARE_OURS)
+@app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=TRAIN)
 def plan(words: Words = None) -> None:
-    """Predict the memory of each process for a config, and the settings that fit, without loading the model. For other
-    hardware: `--gpu 2xA100-80GB`, with an estimate of the hours, or `--memory 80` (GB of each GPU)."""
+    """Predict the memory of each process for a config, and the settings that fit, without loading the model."""
 
     def call() -> int:
         from functools import partial
@@ -315,21 +318,20 @@ def plan(words: Words = None) -> None:
     _end(call)
 
 
-app.command(cls=JsonCommand)(cli_export.export)
-app.command()(cli_export.serve)
-app.command("check-server", cls=JsonCommand)(cli_export.check_server)
-app.command(cls=JsonCommand)(cli_export.push)
-app.command()(cli_start.init)
-app.command(context_settings=WORDS_ARE_OURS)(cli_start.data)
-app.command(cls=JsonCommand)(cli_start.report)
-app.command(cls=JsonCommand)(cli_start.compare)
-app.command(cls=JsonCommand)(cli_start.card)
+app.command(cls=JsonCommand, rich_help_panel=CHANGE)(cli_export.export)
+app.command(rich_help_panel=USE)(cli_export.serve)
+app.command("check-server", cls=JsonCommand, rich_help_panel=USE)(cli_export.check_server)
+app.command(cls=JsonCommand, rich_help_panel=CHANGE)(cli_export.push)
+app.command(rich_help_panel=TRAIN)(cli_start.init)
+app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=TRAIN)(cli_start.data)
+app.command(cls=JsonCommand, rich_help_panel=RUNS)(cli_start.report)
+app.command(cls=JsonCommand, rich_help_panel=RUNS)(cli_start.compare)
+app.command(cls=JsonCommand, rich_help_panel=RUNS)(cli_start.card)
 
 
-@app.command(context_settings=WORDS_ARE_OURS)
+@app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=SETUP)
 def config(words: Words = None) -> None:
-    """Print the resolved config, with where each value comes from; fails if a file is missing. Takes the words of
-    train."""
+    """Print the resolved config, with where each value comes from; fails if a file is missing."""
 
     def call() -> int:
         from vembed.tools.show_config import show_config
@@ -342,7 +344,7 @@ def config(words: Words = None) -> None:
     _end(call)
 
 
-@app.command()
+@app.command(rich_help_panel=SETUP)
 def schema(
     form: Annotated[
         str, typer.Option("--format", help="json, for editors; or markdown, the page of options.")
@@ -358,7 +360,7 @@ def schema(
     _end(call)
 
 
-@app.command(cls=JsonCommand)
+@app.command(cls=JsonCommand, rich_help_panel=SETUP)
 def version(json_file: JsonOutput = None) -> None:
     """Print the versions of vembed, Python and its main dependencies."""
 
@@ -378,7 +380,10 @@ def _show_version(is_asked: bool) -> None:
 @app.callback()
 def options(
     show_version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="As the verb version.")
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_show_version, help="Print the versions, as `vembed version` does."
+        ),
     ] = False,
 ) -> None:
     """Options of the command itself."""
@@ -430,9 +435,9 @@ def _make_data(verb: Literal["mine", "judge", "audit", "generate"], about: str |
 
 def _arguments(verb: str, about: str | None, words: Sequence[str]) -> TrainArguments:
     """Parse the arguments of a verb that takes those of train."""
-    from vembed.config.arguments import parse_train_arguments
+    from vembed.config.arguments import parse_train_arguments, verb_help
 
     if {"-h", "--help"} & set(words):
-        sys.stdout.write(f"Usage: vembed {verb} CFG [KEY=VALUE | --OPTION VALUE] ...\n\n{about}\n")
+        sys.stdout.write(verb_help(verb, str(about)))
         raise typer.Exit(0)
     return parse_train_arguments(words)

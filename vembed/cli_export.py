@@ -45,8 +45,10 @@ def export(
     trust_remote_code: TrustRemoteCode = False,
     json_file: JsonOutput = None,
 ) -> None:
-    """Write a trained model in the format of another runtime, compared with the model; without --format, copy its
-    folder, or make one of a checkpoint. --merge merges its adapter."""
+    """Write a trained model in the format of another runtime, compared with the model.
+
+    Without --format it is a copy of the model's folder, or a folder made of a checkpoint. --merge merges an adapter.
+    """
 
     def call() -> None:
         if form:
@@ -86,8 +88,10 @@ def serve(
     truncate_dim: Annotated[int | None, typer.Option(min=1, help="Keep only the first so many numbers.")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Serve embeddings over HTTP: OpenAI's /v1/embeddings and TEI's /embed, with the vectors of `vembed.Embedder`. It
-    has no authentication."""
+    """Serve embeddings over HTTP: OpenAI's /v1/embeddings and TEI's /embed.
+
+    The vectors are those of `vembed.Embedder`. The server has no authentication.
+    """
 
     def call() -> None:
         from vembed.tools.model_argument import usable_model
@@ -112,7 +116,10 @@ def check_server(
     tolerance: Annotated[float, typer.Option(help="Largest cosine distance.")] = 1e-3,
     json_file: JsonOutput = None,
 ) -> None:
-    """Compare a running embedding server with the model, batch by batch. Exit code 1 if they differ."""
+    """Compare a running embedding server with the model, batch by batch.
+
+    Exit code 1 if they differ.
+    """
 
     def call() -> None:
         from vembed.export.server_check import check_server as run_check
@@ -138,8 +145,11 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the files; send nothing.")] = False,
     json_file: JsonOutput = None,
 ) -> None:
-    """Push a model to the Hub, with its card, the report and a description of the training data. Private by default.
-    The token is that of `hf auth login` or of HF_TOKEN. What is there already is not sent again."""
+    """Push a model to the Hub, with its card, the report and a description of the training data.
+
+    The repository is private by default. The token is that of `hf auth login` or of HF_TOKEN. Files that are there
+    already are not sent again.
+    """
 
     def call() -> None:
         from vembed.tools.push_command import run_push

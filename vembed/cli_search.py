@@ -21,7 +21,7 @@ def tune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the options, their ranges and the trials.")] = False,
     json_file: JsonOutput = None,
 ) -> None:
-    """Search for better values of the few options that matter, and write the best config as YAML."""
+    """Search for better values of a few options, and write the best config as YAML."""
 
     def call() -> int:
         from vembed.tuning.option_search import Search, run_tune

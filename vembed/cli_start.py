@@ -54,15 +54,14 @@ Words = Annotated[list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --O
 
 
 def data(words: Words = None) -> None:
-    """Look at the data of a config: samples as the model reads them, lengths, repetitions, overlap. Takes the words of
-    train."""
+    """Look at the data of a config: samples as the model reads them, lengths, repetitions, overlap."""
 
     def call() -> None:
-        from vembed.config.arguments import parse_train_arguments
+        from vembed.config.arguments import parse_train_arguments, verb_help
         from vembed.config.loading import resolve_run
 
         if {"-h", "--help"} & set(words or []):
-            sys.stdout.write(f"Usage: vembed data CFG [KEY=VALUE | --OPTION VALUE] ...\n\n{data.__doc__}\n")
+            sys.stdout.write(verb_help("data", str(data.__doc__)))
             return
         rest, (json_file,) = taken_flags(json_words(words or []), ("--json",))
         arguments = parse_train_arguments(rest)

@@ -39,7 +39,10 @@ def score(
     strategy: Shards = "ddp",
     nproc: Nproc = 1,
 ) -> None:
-    """Similarities of given pairs, in the order of the file: of each query with its positives, then its negatives."""
+    """Score given pairs: the similarity of each query with its positives, then its negatives.
+
+    The scores are in the order of the file.
+    """
 
     def call() -> int | None:
         options: dict[str, Any] = {
@@ -133,7 +136,7 @@ def edit(
     nproc: Nproc = 1,
     json_file: JsonOutput = None,
 ) -> None:
-    """Take what tells two sets of texts apart (a language, a source, a length) out of a model."""
+    """Remove from a model what tells two sets of texts apart (a language, a source, a length)."""
 
     def call() -> int | None:
         options: dict[str, Any] = {

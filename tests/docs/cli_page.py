@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from vembed.config.arguments import LAUNCH_FLAGS
+from vembed.config.arguments import LAUNCH_FLAGS, VERB_FLAGS
 
 HEAD = """\
 # Commands
@@ -47,7 +47,8 @@ def _verb(name: str, command: Any) -> str:
         elif name in OWN_WORDS:
             lines.append(f"`vembed {name} --help` lists the options.")
         else:
-            lines.append("Takes the words of `vembed train`.")
+            lines += [f"- `--{flag} {value}`: {text}" for flag, (value, text) in VERB_FLAGS[name].items()]
+            lines += ["", "The config, its options and the flags are those of `vembed train`."]
         return "\n".join(lines) + "\n"
     arguments = [one for one in command.params if one.param_type_name == "argument"]
     options = [one for one in command.params if one.param_type_name == "option" and "--help" not in one.opts]

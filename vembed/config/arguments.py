@@ -44,6 +44,18 @@ LAUNCH_FLAGS = {
 }
 """Flags that `--help` lists. Every option of the config is a flag as well."""
 
+_JSON = {"json": LAUNCH_FLAGS["json"]}
+VERB_FLAGS = {
+    "plan": {
+        "gpu": ("NxNAME", "Plan for other GPUs, as 2xA100-80GB, with an estimate of the hours."),
+        "memory": ("GB", "Plan for GPUs of this memory each."),
+        **_JSON,
+    },
+    "config": _JSON,
+    "data": _JSON,
+}
+"""Flags of the other verbs that take the arguments of train."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainArguments:
@@ -107,13 +119,26 @@ def train_help() -> str:
         "Train a model as a config file (YAML, TOML or JSON) says, on all local devices.",
         "",
         "Every option of the config is a word here too: batch_size=16, --batch-size 16, --use-fsdp true;",
-        "`vembed schema --format markdown` lists them. The command line comes before the file.",
+        "`vembed schema --format markdown` lists them. The command line wins over the file.",
         "",
         "Flags:",
     ]
     for flag, (value, text) in LAUNCH_FLAGS.items():
         lines.append(f"  {f'--{flag} {value}'.rstrip():<34}{text}")
     lines += ["", "Exit codes: 0 done; 1 failed; 2 bad usage, config or data; 130, 143 stopped by a signal, and saved."]
+    return "\n".join(lines) + "\n"
+
+
+def verb_help(verb: str, about: str) -> str:
+    """Return the text of `--help` of a verb that takes the arguments of train."""
+    lines = [
+        f"Usage: vembed {verb} CFG [KEY=VALUE | --OPTION VALUE] ...",
+        "",
+        about.strip(),
+        "",
+        "The config, its options and the flags are those of `vembed train` (`vembed train --help`). Further flags:",
+    ]
+    lines += [f"  {f'--{flag} {value}':<34}{text}" for flag, (value, text) in VERB_FLAGS[verb].items()]
     return "\n".join(lines) + "\n"
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from vembed.mining.mining_options import describe_options, load_options
 Verb = Literal["mine", "judge", "audit", "generate"]
 Give = Callable[[Any], object]
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
+WIDTH = 110
+"""Columns of the help text."""
 LAUNCH_FLAGS = {"nproc": "num_processes", "num-machines": "num_machines", "machine-rank": "machine_rank"}
 
 
@@ -99,14 +102,14 @@ def options_help(verb: str, about: str, kind: type[Frozen]) -> str:
         "",
         about,
         "",
-        "Flags: --dry-run, --json [FILE.json], --nproc N; on several machines --num-machines N --machine-rank R "
-        "--main-process-ip ADDRESS.",
+        "Flags: --dry-run, --json [FILE.json], --nproc N; on several machines also --num-machines N, --machine-rank R,",
+        "--main-process-ip ADDRESS and --main-process-port PORT.",
         "",
         "Options, in the config file or as words:",
     ]
     for name, default, text in describe_options(kind):
         lines.append(f"  {name} ({default})")
-        lines.append(f"      {text}")
+        lines += textwrap.wrap(text, WIDTH, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines) + "\n"
 
 
