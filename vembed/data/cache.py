@@ -70,6 +70,7 @@ class IndexCache:
             return
         try:
             self._write(partial, index)
+            # An entry is replaced and not changed: another process may have mapped its arrays.
             shutil.rmtree(self._entry, ignore_errors=True)
             partial.rename(self._entry)
         except OSError:  # the disk is full, or another process was faster

@@ -167,6 +167,7 @@ class Columns:
         found["negative"] += sorted(
             (name for name in columns if _NUMBERED_NEGATIVE.fullmatch(name) and name not in mapped), key=_number_of
         )
+        # Many data sets have a column `label`; it is a score only beside sentence1 and sentence2.
         if not are_sentences and "label" not in mapped:
             found["score"] = [name for name in found["score"] if name != "label"]
         text = found.pop(TEXT) or [name for name in (TEXT,) if name in present and name not in mapped]
@@ -190,10 +191,12 @@ class Columns:
         )
         self._not_seen.difference_update(mapped)
         read = set(layout.columns())
+        # Of a record that cannot be read, nothing is called unused.
         if not layout.problem:
             for name in columns:
                 if name not in read:
                     self.note_unused(name)
+        # Bounded: in JSON every record may have other fields.
         if len(self._layouts) < _LAYOUTS_KEPT:
             self._layouts[columns] = layout
         return layout

@@ -105,6 +105,7 @@ class TextFile:
         self.folder = path.parent
         self.path = path
         self._file = os.open(path, os.O_RDONLY)
+        # The reader lives as long as its examples are read, and nobody closes it.
         weakref.finalize(self, os.close, self._file)
         head = self._bytes(0, 4)
         if head.startswith(_UTF16):
@@ -188,8 +189,10 @@ class JsonLines(TextFile):
                 start += len(skipped) - 1
                 number += start > part.start
             while start < part.stop and (data := file.read(min(PIECE_BYTES, part.stop - start))):
+                # A piece ends with a whole line, so that no record is cut.
                 if not data.endswith(b"\n"):
                     data += file.readline(MAX_RECORD + 1)
+                # Fast for what is plainly right; the slow way below finds out what is wrong, and where.
                 records = self._plain_records(data)
                 if records is None:  # line by line, up to the end of the part where one may be too long
                     file.seek(start)
@@ -225,6 +228,7 @@ class JsonLines(TextFile):
         inside_long = False
         while (inside_long or start < stop) and (line := file.readline(MAX_RECORD + 1)):
             size = len(line)
+            # The rest of a line that is too long is read over, in pieces, up to its end.
             if inside_long or size > MAX_RECORD:
                 if not inside_long:
                     yield start, 0, number, BadRecord(f"a line of more than {MAX_RECORD:,d} bytes")
@@ -281,6 +285,7 @@ class JsonArray(JsonLines):
         closed = text[_past_space(text, at) :][:1] == "]"
         while not closed:
             at = _past_space(text, at)
+            # The position counts bytes and `at` counts characters: only what is new is encoded.
             start, line, counted = start + len(text[counted:at].encode()), line + text.count("\n", counted, at), at
             try:
                 record, end = self._decode(text, at)

@@ -73,6 +73,7 @@ class MappedFiles:
                 status = stamp.path.stat()
             except OSError:
                 continue
+            # Another file under the same name does not matter: the mapping is of the old one.
             if (status.st_dev, status.st_ino) == stamp.number and status.st_size < stamp.size:
                 raise UserError(
                     f"{stamp.path} has been truncated from {stamp.size:,d} to {status.st_size:,d} bytes since it was "

@@ -41,6 +41,7 @@ class Ranks:
             own = np.full(len(one), -np.inf)
             np.maximum.at(own, one.positives.queries, one.positive_scores)
             there = np.isfinite(one.scores)
+            # Known positives are no candidates, so that all above are others.
             best.append((one.scores > own[:, None]).sum(axis=1))
             best_score.append(own)
             deepest.append(np.where(there, one.scores, np.inf).min(axis=1, initial=np.inf))
@@ -136,7 +137,8 @@ def _false_negatives(
 
 
 def _by_source(inputs: Inputs, ranks: Ranks, data: Texts) -> dict[str, object]:
-    """Per source: rows, the share whose positive the model ranks first, among the first ten, and the mean rank."""
+    """Per source: rows, the share whose positive the model ranks first, among the first ten, and the median
+    number of documents above it."""
     found: dict[str, object] = {}
     sources, above = np.array(data.sources), ranks.best[inputs.known.query_of_row]
     for number, name in enumerate(data.names):

@@ -43,11 +43,13 @@ class ClaimFinder:
     ) -> None:
         """Write the vectors of the pairs that are not in `folder` yet. Collective."""
         self._documents, self._positives, self._session = documents, positives, session
+        # Part of a file's name: vectors of other pairs are never read for these.
         keys = queries.keys[positives.queries] * 31 + documents.keys[positives.documents]
         self._pairs = VectorStore(folder, "query", keys, queries.dtype_name)
         self._codes = positives.queries << 32 | positives.documents  # ascending, as pairs are
         for shard in self._pairs.missing(self._pairs.of_rank(session)):
             own = slice(shard.first, shard.last)
+            # Not normalised: s(q', d) + s(p', d) is the dot product of d with this sum.
             total = queries.take(positives.queries[own]) + documents.take(positives.documents[own])
             self._pairs.write(shard, total.numpy())
         session.barrier()
@@ -63,6 +65,7 @@ class ClaimFinder:
         place = np.flatnonzero(eligible)
         if not len(place) or not len(self._positives):
             return found
+        # Many queries share candidates: each distinct one is searched for once.
         documents, which = np.unique(candidates_QK.ravel()[place], return_inverse=True)
         query = first + place // candidates_QK.shape[1]
         claimed = np.zeros(len(place), bool)

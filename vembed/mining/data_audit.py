@@ -34,7 +34,7 @@ class AuditResult:
     """The page; the JSON stands beside it."""
     findings: tuple[Finding, ...]
     report: dict[str, Any]
-    """Return the content of the JSON file."""
+    """Content of the JSON file."""
     num_cleaned: int | None
     """Rows that were written to `cleaned_path`."""
 

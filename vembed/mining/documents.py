@@ -129,6 +129,7 @@ class Documents:
         if len(candidates) < len(found):
             notes = [*notes, f"joined {len(found) - len(candidates):,d} documents with equal content"]
         self.num_candidates = len(candidates)
+        # Documents of the rows that the corpus lacks are scored as positives and negatives, and never mined.
         is_new = KeyIndex(candidates.keys).find(extra.keys) < 0
         self._entries = candidates.followed_by(extra.take(np.flatnonzero(is_new)).distinct())
         self._by_content = KeyIndex(self._entries.keys)
@@ -208,6 +209,7 @@ def open_documents(options: DataOptions, rows: RowSource) -> Documents:
     for row in range(len(rows)):
         for slot, item in enumerate(items_of(rows.example(row))):
             of_rows.add(ROWS, row, slot, content_key(item), item.key(), 0)
+    # Without a corpus the documents of all rows are the candidates.
     if not files:
         nothing = _Collector().entries()
         return Documents(rows, files, of_rows.entries(), nothing, ())

@@ -24,6 +24,7 @@ def ngrams(text: str) -> frozenset[int]:
 def containment(a: frozenset[int], b: frozenset[int]) -> float:
     """The share of the smaller set that is in the larger one; of small sets only equal ones count."""
     smaller, larger = (a, b) if len(a) <= len(b) else (b, a)
+    # A phrase of a few words stands in many long texts without making them copies.
     if len(smaller) < SHORTEST:
         return float(smaller == larger and bool(smaller))
     return len(smaller & larger) / len(smaller)

@@ -41,10 +41,12 @@ def near_pairs(texts: Sequence[str], threshold: float) -> list[tuple[int, int]]:
             buckets.setdefault(found[number, band : band + ROWS_PER_BAND].tobytes(), []).append(int(number))
         for members in buckets.values():
             for place, later in enumerate(members[1:], 1):
+                # With the first ones only: a bucket of n copies would have n^2 / 2 pairs.
                 pairs.update((first, later) for first in members[: min(place, LARGEST_BUCKET)])
     cached: dict[int, frozenset[int]] = {}
 
     def grams(number: int) -> frozenset[int]:
         return cached.setdefault(number, ngrams(texts[number]))
 
+    # The bands propose, the n-grams decide: a chance meeting in one band does not count.
     return sorted(pair for pair in pairs if containment(grams(pair[0]), grams(pair[1])) >= threshold)

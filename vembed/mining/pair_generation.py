@@ -146,6 +146,7 @@ class _Generator:
             identity = record_id(record)
             own: dict[str, Any] = {} if identity is None else {"document_id": identity}
             if self._free or not self._written:
+                # By content: a document gets the same pairs wherever it stands in the files.
                 random = np.random.default_rng([self._config.seed, self.places[number].key])
                 found = pairs_of(record, item, self._free, random)
                 rows += [
@@ -290,6 +291,7 @@ def _round_trip(
         query = int(known.query_of_row[number])
         document = inputs.documents.find_contents([content_key(inputs.rows.example(number).positives[0])])[0]
         own = positives[np.searchsorted(codes, query << 32 | int(document))]
+        # The candidates leave out the known positives, so that those above it are counted by score.
         if int((scores[query] > own).sum()) < config.round_trip_top_k:
             kept.append(row)
         else:

@@ -121,6 +121,7 @@ class BeirTable:
         self.image_folder = str(folder)
         self._queries, self._corpus = JsonLines(folder / "queries.jsonl"), JsonLines(folder / CORPUS_FILE)
         relevant = read_qrels(qrels_file(folder, split))
+        # Only judged documents are kept in memory, by position; the corpus may be large.
         wanted = {identity for found in relevant.values() for identity in found}
         places = {str(one.get("_id")): (start, size) for start, size, one in _objects(self._corpus)}
         self._documents = {identity: places[identity] for identity in wanted if identity in places}
