@@ -184,6 +184,7 @@ def launcher_options(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]
             except ValueError as error:
                 raise UserError(f"{variable}={env[variable]}, set by accelerate launch: {error}") from None
     options["use_fsdp"] = True
+    # As Accelerate itself does where the variable is missing.
     version = options.setdefault("fsdp_version", 1)
     reshard = env.get("FSDP_RESHARD_AFTER_FORWARD", "").lower()
     if version == 2:

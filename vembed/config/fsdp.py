@@ -95,6 +95,8 @@ def resolve_fsdp(config: TrainConfig, values: Mapping[str, Any], source: str) ->
         wrap_policy=values.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
         layer_classes=_layer_classes(values.get("fsdp_transformer_layer_cls_to_wrap")),
         wrap_function=config.wrap_policy,
+        # One option with two meanings: SIZE_BASED_WRAP cannot do without a size; layers are all units unless one is
+        # given.
         min_num_params=values.get("fsdp_min_num_params") or DEFAULT_MIN_NUM_PARAMS,
         min_layer_params=values.get("fsdp_min_num_params") or 0,
         wrap_embeddings=values.get("fsdp_wrap_embeddings", True),
@@ -131,6 +133,7 @@ def _offload(values: Mapping[str, Any], source: str) -> bool:
 def _sharding(values: Mapping[str, Any], version: int) -> tuple[Sharding, bool]:
     strategy, reshard = values.get("fsdp_sharding_strategy"), values.get("fsdp_reshard_after_forward")
     keeps = strategy == "SHARD_GRAD_OP"
+    # FSDP1 knows the strategy alone.
     if version == 1 or reshard is None:
         return strategy or "FULL_SHARD", not keeps
     if strategy is not None and reshard == keeps:

@@ -277,6 +277,7 @@ def over_the_stage(named: Layer, stage: Layer) -> Layer:
     """Take out of the layer of an Accelerate file that the command line names the options that the stage's block gives
     too, and return them as a layer above it: the file was chosen for this launch, the block for any."""
     where = f"{named.name}, named on the command line"
+    # With the other spelling of each switch that the block uses.
     spoken = set(stage.given) | {other for pair in SAME_SWITCH for other in pair if set(pair) & set(stage.given)}
     moved = {name: named.given.pop(name).value for name in spoken & set(named.given)}
     return _plain_layer(where, Level.NAMED_FILE, moved, where)
@@ -307,6 +308,7 @@ def _stage_layers(name: str, keys: dict[str, Node], stages: Node, stage: str | N
         asked = f"there is no stage {stage!r}" if stage else "there are several stages"
         raise UserError(f"{name}, line {stages.line}: {asked}: choose with --stage NAME: {', '.join(blocks) or 'none'}")
     chosen = stage or next(iter(blocks))
+    # Three layers, so that the block's own output_dir and model_name win over what the order of stages implies.
     base = _layer(name, keys)
     own = _layer(name, blocks[chosen].value, f"{STAGES}.{chosen}.")
     root = base.given["output_dir"].value if "output_dir" in base.given else "output"

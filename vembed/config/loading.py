@@ -76,11 +76,13 @@ def resolve_run(
     configs = source_layers(source, stage or chosen)
     if isinstance(source, str | Path):
         for layer in configs:
+            # This path first: the Accelerate file is read below, before the layers are merged.
             _beside_the_file(layer.given, ("accelerate_config",), Path(source), notes)
     configs += own_preset(source, [command_line, *reversed(configs)])
     launcher, launcher_notes = launcher_layer(env)
     file, weaker, stronger = _accelerate_layers(configs, command_line, launcher)
     notes += [*(file.notes if file is not None else ()), *launcher_notes]
+    # Weakest first: in `_merge` a later layer wins.
     layers = [*weaker, launcher, *configs, *stronger, command_line]
     problems = [sentence for layer in layers for _, sentence in sorted(layer.problems)]
     given = _merge(layers, notes)
@@ -102,6 +104,7 @@ def resolve_run(
                 problems.append(f"{place}: {name} is missing: add `{name}: ...` ({option.accepts})")
     if problems:
         raise _user_error(problems)
+    # The default preset is no part of the config: nobody has named it, and `decide` uses it only where FSDP is on.
     named = {name: one for name, one in given.items() if one.level > Level.PRESET}
     config = TrainConfig.model_validate({name: one.value for name, one in named.items()})
     problems = [broken.text({name: one.where for name, one in named.items()}) for broken in rules.violations(config)]
@@ -197,6 +200,7 @@ def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, Given]:
     merged: dict[str, Given] = {}
     for layer in layers:
         for new in _of_version(layer, version, notes):
+            # A stronger source also displaces the other spelling of the same switch (SAME_SWITCH).
             rivals = [new.option, *(other for pair in SAME_SWITCH for other in pair if new.option in pair)]
             for name in dict.fromkeys(rivals):
                 old = merged.get(name)
@@ -209,6 +213,7 @@ def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, Given]:
                     notes.append(f"{new} overrides {old}")
                 del merged[name]
             else:
+                # Unless the loop was left by `break`: then the weaker source keeps the option.
                 merged[new.option] = new
     return merged
 

@@ -152,6 +152,7 @@ def _eval_steps(config: TrainConfig, size: Size, reasons: dict[str, str]) -> int
         return None
     every = _round_down(max(size.total_steps // count, 1))
     if isinstance(config.save_steps, int):
+        # Each checkpoint needs a score, so the interval divides save_steps.
         every = max(one for one in range(1, every + 1) if config.save_steps % one == 0)
     reasons["eval_steps"] = (
         f"{size.total_steps // every:,d} evaluations in {size.total_steps:,d} steps take about "

@@ -333,6 +333,7 @@ def remarks(config: TrainConfig) -> list[str]:
     """Return one sentence per option that has no effect or may be misunderstood."""
     values, defaults = dict(config), TrainConfig(model_name="-", data_path="-")
     usual = dict(defaults)
+    # By value: an option that is given as its default changes nothing, with or without effect.
     set_apart = {name for name, value in values.items() if value != usual[name]}
     found = loss_remarks(config, set_apart)
     for needed, names in NEEDED_BY.items():
