@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.files import config
-from vembed.data import index, index_parts, index_worker, readers, tables
+from vembed.data import blocks, index, index_parts, index_worker, readers, tables
 from vembed.data.columns import Columns
 from vembed.data.images import ImageRoot
 from vembed.data.index import Index
@@ -72,6 +72,21 @@ def test_json_lines_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert parts > 4
     assert one["num_bad"] == 1 and "0.jsonl:151: not JSON" in one["problems"][0]
     assert one["unused"] == ["'extra'"] or one["unused"] == ["extra"]
+
+
+@pytest.mark.parametrize("size", [7, 60, 1_000])
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_a_part_that_was_read_knows_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, end: str
+) -> None:
+    monkeypatch.setattr(readers, "PART_BYTES", size)
+    monkeypatch.setattr(readers, "PIECE_BYTES", 50)
+    lines = [json.dumps(row) for row in ROWS[:30]] + ["", "{broken", " ", *(json.dumps(row) for row in ROWS[:9])]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + end, encoding="utf-8")
+    reader, other = JsonLines(tmp_path / "a.jsonl"), JsonLines(tmp_path / "a.jsonl")
+    for part in reader.parts():
+        list(reader.blocks(part))
+        assert reader.num_lines(part) == other.num_lines(part), part
 
 
 def test_parquet_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +149,7 @@ def test_records_that_are_checked_together_are_those_that_are_checked_alone(
     monkeypatch.setattr(readers, "MAX_RECORD", longest)
     monkeypatch.setattr(readers, "PIECE_BYTES", piece)
     monkeypatch.setattr(index_parts, "BLOCK", 5)
+    monkeypatch.setattr(blocks, "BLOCK", 5)
     for name, text in files.items():
         path = tmp_path / name
         path.write_bytes(text.encode() + (b'{"query": "\xff", "positive": "b"}\n' if name == "odd" else b""))

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from vembed.data.blocks import Found
 from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord
 from vembed.data.messages import listed
-from vembed.data.readers import MAX_RECORD, Found, TextFile
+from vembed.data.readers import MAX_RECORD, TextFile
 from vembed.errors import UserError
 
 log = logging.getLogger("vembed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from vembed.cores import num_cores
 from vembed.data.batches import ContentKeys
@@ -147,18 +147,22 @@ def _labels(members: np.ndarray) -> np.ndarray:
 
 
 def _hash_of(files: Iterable[Path]) -> str:
-    """Hash the contents of files. Large ones are hashed in pieces by several threads, and the pieces' hashes again."""
+    """Hash the contents of files. Large ones are hashed in pieces by several threads, and the pieces' hashes again.
+
+    xxHash takes a twentieth of BLAKE2's time, which is a third of the pass over long records. What it tells apart are
+    versions of the user's own files.
+    """
     # The size of a piece is part of the fingerprint: another one would make every checkpoint's data look changed.
     pieces = [(path, start) for path in files for start in range(0, max(1, path.stat().st_size), HASHED_AT_ONCE)]
     with ThreadPoolExecutor(min(8, num_cores())) as pool:
         digests = list(pool.map(_piece_hash, pieces))
-    whole = digests[0] if len(digests) == 1 else hashlib.blake2b(b"".join(digests), digest_size=16).digest()
+    whole = digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))
     return whole.hex()
 
 
 def _piece_hash(piece: tuple[Path, int]) -> bytes:
     path, start = piece
-    digest = hashlib.blake2b(digest_size=16)
+    digest = xxhash.xxh3_128()
     left = HASHED_AT_ONCE
     with path.open("rb") as file:
         file.seek(start)

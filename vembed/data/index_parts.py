@@ -12,15 +12,15 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
+from vembed.data.blocks import BLOCK, Block, Found
 from vembed.data.class_batches import label_key
 from vembed.data.examples import BadRecord, Example, ImageRef, Item
 from vembed.data.images import check_image
-from vembed.data.readers import Found, Part, Reader
+from vembed.data.readers import Part, Reader
 from vembed.data.records import RecordFormat
 
 NUM_SHOWN = 10
 """Number of bad records that a message names; the others are counted."""
-BLOCK = 256
 IMAGE_THREADS = 8
 """Threads that check images; they hide the latency of network drives."""
 
@@ -117,16 +117,14 @@ def index_part(
     num_bad = 0
     problems: list[tuple[int, str]] = []
     with closing(_Images()) as images:
-        scan = reader.scan_part(part)
-        while block := list(itertools.islice(scan, BLOCK)):
+        for block in reader.blocks(part):
             say(len(starts) + num_bad)
-            by_field = list(zip(*block, strict=True))
             # The fast way: a block of plain text pairs is accepted column by column, without an Example for each.
-            num_negatives = None if with_keys else form.num_plain_negatives(by_field[3])
+            num_negatives = None if with_keys else form.num_plain_negatives(block)
             if num_negatives is not None:
-                for column, found in zip((starts, sizes, lines), by_field[:3], strict=True):
-                    column.extend(found)
-                num_plain[num_negatives] += len(block)
+                for column, found in ((starts, block.starts), (sizes, block.sizes), (lines, block.lines)):
+                    column.frombytes(found.astype(np.int64, copy=False).tobytes())
+                num_plain[num_negatives] += len(block.starts)
                 continue
             for start, size, line, outcome in _outcomes(block, form, images):
                 if isinstance(outcome, BadRecord):
@@ -168,15 +166,15 @@ def content_keys(example: Example) -> list[int]:
     return list(dict.fromkeys(item.key() for item in _items(example)))
 
 
-def _outcomes(
-    block: list[Found], form: RecordFormat, images: _Images
-) -> Iterator[tuple[int, int, int, Example | BadRecord]]:
+def _outcomes(block: Block, form: RecordFormat, images: _Images) -> Iterator[tuple[int, int, int, Example | BadRecord]]:
     """Yield (position, size, line, Example or BadRecord) of each record."""
-    # A block at a time, so that the threads get many images to check at once.
-    outcomes = [_outcome(form, found) for found in block]
-    images.check(outcomes)
-    for (start, size, line, _), outcome in zip(block, outcomes, strict=True):
-        yield start, size, line, outcome
+    found = block.found()
+    # Some at a time, so that the threads get many images to check at once.
+    while some := list(itertools.islice(found, BLOCK)):
+        outcomes = [_outcome(form, one) for one in some]
+        images.check(outcomes)
+        for (start, size, line, _), outcome in zip(some, outcomes, strict=True):
+            yield start, size, line, outcome
 
 
 def _outcome(form: RecordFormat, found: Found) -> Example | BadRecord:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NoReturn, Protocol
 
 import numpy as np
 
+from vembed.data.blocks import Block, Found, RecordBlock, grouped
 from vembed.data.examples import BadRecord
 from vembed.errors import UserError
 
@@ -24,11 +25,8 @@ PART_BYTES = 32 * 2**20
 MAX_ARRAY = 2**30
 """Largest file in bytes with a JSON array, which has to be read whole."""
 
-Found = tuple[int, int, int, Any]
-"""Position, size and line of a record, and the record itself or a `BadRecord`."""
-
-PIECE_BYTES = 2**18
-"""Bytes that are read and parsed together."""
+PIECE_BYTES = 2**16
+"""Bytes that are read and parsed together: few enough to stay in a core's cache."""
 
 _BOM = b"\xef\xbb\xbf"
 _LINE_END = ord("\n")
@@ -36,6 +34,7 @@ _AROUND = " \t\r\n\ufeff"
 """Characters around a record that belong to no record."""
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _SPACE = re.compile(r"[ \t\r\n]*")
+_REST_OF_LINE = re.compile(r"[ \t\r]*(\n|\Z)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class Reader(Protocol):
         """Return the parts that processes may read apart from each other; one part if it can only be read whole."""
         ...
 
-    def scan_part(self, part: Part) -> Iterator[Found]:
+    def blocks(self, part: Part) -> Iterator[Block]:
         """Yield the records of a part. Lines count from the part's first one."""
         ...
 
@@ -129,10 +128,10 @@ class TextFile:
         """Return one part: quoted fields and arrays have no end that could be seen from the middle."""
         return [Part(self._begin, os.fstat(self._file).st_size)]
 
-    def scan_part(self, part: Part) -> Iterator[Found]:
+    def blocks(self, part: Part) -> Iterator[Block]:
         """Yield all records."""
         del part
-        return self.scan()
+        return grouped(self.scan())
 
     def scan(self) -> Iterator[Found]:
         """Yield all records in order."""
@@ -140,10 +139,9 @@ class TextFile:
 
     def num_lines(self, part: Part) -> int:
         """Return the number of line ends in a part."""
-        found = 0
+        found, left = 0, part.stop - part.start
         with self._from(part.start) as file:
-            left = part.stop - part.start
-            while left > 0 and (data := file.read(min(left, 2**20))):
+            while left > 0 and (data := file.read(min(left, PIECE_BYTES))):
                 found += data.count(b"\n")
                 left -= len(data)
         return found
@@ -164,6 +162,8 @@ class JsonLines(TextFile):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
+        self._num_lines: dict[Part, int] = {}
+        """Of parts that were read."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the file again."""
@@ -175,17 +175,24 @@ class JsonLines(TextFile):
         bounds = [*range(self._begin, max(size, self._begin + 1), PART_BYTES), size]
         return [Part(start, stop) for start, stop in itertools.pairwise(bounds)]
 
+    def num_lines(self, part: Part) -> int:
+        """Return the number of line ends in a part."""
+        return self._num_lines[part] if part in self._num_lines else super().num_lines(part)
+
     def scan(self) -> Iterator[Found]:
         """Yield all records in order."""
-        return self.scan_part(Part(self._begin, os.fstat(self._file).st_size))
+        for block in self.blocks(Part(self._begin, os.fstat(self._file).st_size)):
+            yield from block.found()
 
-    def scan_part(self, part: Part) -> Iterator[Found]:
+    def blocks(self, part: Part) -> Iterator[Block]:
         """Yield the records whose lines begin in a part."""
         start, number = part.start, 1
         with self._from(max(start - 1, self._begin)) as file:
             if start > self._begin:  # a line that began before belongs to the part before
                 while not (skipped := file.readline(MAX_RECORD)).endswith(b"\n") and skipped:
                     start += len(skipped)
+                if not skipped:
+                    return
                 start += len(skipped) - 1
                 number += start > part.start
             while start < part.stop and (data := file.read(min(PIECE_BYTES, part.stop - start))):
@@ -193,36 +200,47 @@ class JsonLines(TextFile):
                 if not data.endswith(b"\n"):
                     data += file.readline(MAX_RECORD + 1)
                 # Fast for what is plainly right; the slow way below finds out what is wrong, and where.
-                records = self._plain_records(data)
-                if records is None:  # line by line, up to the end of the part where one may be too long
+                plain = self._plain_records(data)
+                if plain is None:  # line by line, up to the end of the part where one may be too long
                     file.seek(start)
                     stop = start + len(data) if data.endswith(b"\n") else part.stop
-                    yield from self._by_line(file, start, stop, number)
+                    yield from grouped(self._by_line(file, start, stop, number))
                 else:
-                    ends = np.append(np.flatnonzero(np.frombuffer(data, np.uint8) == _LINE_END) + 1, len(data))
-                    starts = np.concatenate([[0], ends[: len(records) - 1]])
-                    sizes = ends[: len(records)] - starts
-                    lines = range(number, number + len(records))
-                    yield from zip((starts + start).tolist(), sizes.tolist(), lines, records, strict=True)
+                    records, ends = plain
+                    starts = np.concatenate([[0], ends[:-1]])
+                    yield RecordBlock(
+                        starts + start, ends - starts, np.arange(number, number + len(records)), records, data
+                    )
                 if not data.endswith(b"\n"):
                     return
                 start += len(data)
-                number += data.count(b"\n") if records is None else len(records)
+                number += data.count(b"\n") if plain is None else len(plain[0])
+        if start >= part.stop:  # the last line may end in a later part
+            self._num_lines[part] = number - 1 - (start > part.stop)
 
-    def _plain_records(self, data: bytes) -> list[Any] | None:
-        """Return the records of whole lines; None if one of them is not plainly a record."""
+    def _plain_records(self, data: bytes) -> tuple[list[Any], np.ndarray] | None:
+        """Return the records of whole lines and where their lines end; None if a line is not plainly a record."""
         if len(data) > MAX_RECORD:
             return None
+        decode, records, ends, at = self._decode, list[Any](), list[int](), 0
         try:
-            lines = data.decode().split("\n")
-            if not lines[-1]:
-                lines.pop()
-            lines = [line.strip(_AROUND) for line in lines]
-            found = [self._decode(line) for line in lines]
+            text = data.decode()
+            while at < len(text):
+                stop = text.find("\n", at)
+                stop = len(text) if stop < 0 else stop
+                record, end = decode(text, at)
+                # To the parser a record may go over several lines. After it there may be space.
+                if end != stop and (end > stop or text[end:stop].strip(_AROUND)):
+                    return None
+                records.append(record)
+                at = stop + 1
+                ends.append(at)
         except (ValueError, RecursionError):
             return None
-        is_whole = [end for _, end in found] == list(map(len, lines))
-        return [record for record, _ in found] if is_whole else None
+        if text.isascii():
+            return records, np.minimum(ends, len(data))
+        found = np.flatnonzero(np.frombuffer(data, np.uint8) == _LINE_END) + 1
+        return records, found if data.endswith(b"\n") else np.append(found, len(data))
 
     def _by_line(self, file: BinaryIO, start: int, stop: int, number: int) -> Iterator[Found]:
         inside_long = False
@@ -266,10 +284,9 @@ class JsonArray(JsonLines):
         """Return one part."""
         return TextFile.parts(self)
 
-    def scan_part(self, part: Part) -> Iterator[Found]:
+    def blocks(self, part: Part) -> Iterator[Block]:
         """Yield all records."""
-        del part
-        return self.scan()
+        return TextFile.blocks(self, part)
 
     def scan(self) -> Iterator[Found]:
         """Yield all records in order. Raise UserError on a syntax error, since the next record cannot be located."""

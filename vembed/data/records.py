@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Literal
 
+from vembed.data.blocks import Block
 from vembed.data.columns import Columns, Layout
 from vembed.data.conversations import POSITIVE_MESSAGES, as_fields, is_conversation
 from vembed.data.examples import BadRecord, Example, ImageRef, Item
@@ -47,25 +48,21 @@ class RecordFormat:
         self._max_negatives = max_negatives
         self._numbers_in_text = numbers_in_text
 
-    def num_plain_negatives(self, records: Sequence[Any]) -> int | None:
+    def num_plain_negatives(self, block: Block) -> int | None:
         """Return the number of negatives of each record, if all are pairs of good texts in the same columns and
         `example` would accept them; None if that cannot be said of all together."""
-        if self._query_is_path or self._document_is_path or set(map(type, records)) != {dict}:
+        names = block.names()
+        if self._query_is_path or self._document_is_path or names is None or POSITIVE_MESSAGES in names:
             return None
-        # All in the same columns and order, or the block is looked at record by record.
-        names = set(map(tuple, records))
-        first = records[0]
-        if len(names) > 1 or POSITIVE_MESSAGES in first:
-            return None
-        layout = self.columns.layout(names.pop())
+        layout = self.columns.layout(names)
         if layout.query is None or layout.positive is None or layout.problem or layout.label is not None:
             return None
         texts = (layout.query, layout.positive, *layout.negatives)
         if len(set(texts)) != len(layout.columns()):  # scores, images and prompts are looked at one by one
             return None
-        if not _are_texts([record[name] for name in texts for record in records]):
+        if not block.are_texts(texts):
             return None
-        negatives = tuple(Item(first[name]) for name in layout.negatives)[: self._max_negatives]
+        negatives = ((Item(),) * len(layout.negatives))[: self._max_negatives]
         try:
             for loss in self._losses:
                 self._check_loss(loss, layout, negatives, None)
@@ -280,19 +277,6 @@ def _text(value: str, name: str) -> str:
         except UnicodeEncodeError as error:
             raise BadRecord(f"{name} has a lone surrogate in it, which is no character") from error
     return value
-
-
-def _are_texts(values: list[Any]) -> bool:
-    """Return True if `_text` accepts all values."""
-    if set(map(type, values)) != {str} or not all(values) or any(map(str.isspace, values)):
-        return False
-    joined = "".join(values)
-    if "\0" in joined:
-        return False
-    try:
-        return joined.isascii() or bool(joined.encode())
-    except UnicodeEncodeError:
-        return False
 
 
 def _as_list(value: Any) -> list[Any]:

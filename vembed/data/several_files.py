@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vembed.data.readers import Found, Part, Reader
+from vembed.data.blocks import Block, Found
+from vembed.data.readers import Part, Reader
 
 
 class SeveralFiles:
@@ -38,11 +39,10 @@ class SeveralFiles:
             for part in reader.parts()
         ]
 
-    def scan_part(self, part: Part) -> Iterator[Found]:
+    def blocks(self, part: Part) -> Iterator[Block]:
         """Yield the records of a part. Lines count from the part's first one."""
         first = self._starts[part.file]
-        for start, size, line, record in self.readers[part.file].scan_part(part):
-            yield first + start, size, line, record
+        return (block.moved(positions=first) for block in self.readers[part.file].blocks(part))
 
     def num_lines(self, part: Part) -> int:
         """Return the number of lines of a part."""

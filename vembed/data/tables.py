@@ -15,10 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vembed.data.blocks import Block, Found, grouped
 from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord
 from vembed.data.messages import listed
-from vembed.data.readers import MAX_RECORD, Found, Part
+from vembed.data.readers import MAX_RECORD, Part
+from vembed.data.row_blocks import RowBlock, first_line, row_values
 from vembed.data.watched_files import MappedFiles
 from vembed.errors import UserError
 
@@ -58,10 +60,10 @@ class _Rows:
         """Return one part: another process would have to open the table anew."""
         return [Part(0, self.extent()[0])]
 
-    def scan_part(self, part: Part) -> Iterator[Found]:
+    def blocks(self, part: Part) -> Iterator[Block]:
         """Yield all records."""
         del part
-        return self.scan()
+        return grouped(self.scan())
 
     def num_lines(self, part: Part) -> int:
         """Return the number of rows of a part."""
@@ -85,7 +87,7 @@ class ParquetTable(_Rows):
                 _check(self.name, columns, names)
                 self._batches = self._unpack(file, columns.needed(names), unpacked)
         except (pa.ArrowException, OSError, ValueError, LookupError, OverflowError, MemoryError) as error:
-            raise UserError(f"{path} cannot be read as Parquet: {_first_line(error)}") from error
+            raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}") from error
         self._ends = np.cumsum([batch.num_rows for batch in self._batches]).tolist()
 
     def files(self) -> Sequence[Path]:
@@ -110,17 +112,18 @@ class ParquetTable(_Rows):
 
     def scan(self) -> Iterator[Found]:
         """Yield all records in order."""
-        return self.scan_part(Part(0, self._ends[-1] if self._ends else 0))
+        for block in self.blocks(Part(0, self._ends[-1] if self._ends else 0)):
+            yield from block.found()
 
-    def scan_part(self, part: Part) -> Iterator[Found]:
+    def blocks(self, part: Part) -> Iterator[Block]:
         """Yield the rows of a part. Lines count from the part's first one."""
         row = 0
         for batch in self._batches:
             first, last = max(row, part.start), min(row + batch.num_rows, part.stop)
             if first < last:
                 self._mapped.check()
-                for start, size, line, record in _found(batch.slice(first - row, last - first), first):
-                    yield start, size, line - part.start, record
+                for block in _blocks(batch.slice(first - row, last - first), first):
+                    yield block.moved(lines=-part.start)
             row += batch.num_rows
 
     def read(self, start: int, size: int) -> Any:
@@ -128,7 +131,7 @@ class ParquetTable(_Rows):
         self._mapped.check()
         number = bisect.bisect_right(self._ends, start)
         first = self._ends[number - 1] if number else 0
-        return _values(self._batches[number].slice(start - first, size))[0]
+        return row_values(self._batches[number].slice(start - first, size))[0]
 
     def _unpack(self, file: pq.ParquetFile, names: list[str], unpacked: Path) -> list[pa.RecordBatch]:
         size, largest = _unpacked_size(file, names), _largest_value(self.name, file, names)
@@ -192,11 +195,23 @@ class DatasetTable(_Rows):
 
     def scan(self) -> Iterator[Found]:
         """Yield all records in order."""
+        for block in self._blocks():
+            yield from block.found()
+
+    def blocks(self, part: Part) -> Iterator[Block]:
+        """Yield all records."""
+        del part
+        return self._blocks()
+
+    def _blocks(self) -> Iterator[Block]:
         row, num_rows = 0, 32
         while row < len(self._rows):
             self._mapped.check()
             table = self._rows[row : row + num_rows]
-            yield from _found(table, row)
+            first = row
+            for batch in table.to_batches():
+                yield from _blocks(batch, first)
+                first += batch.num_rows
             row += table.num_rows
             each = max(1, table.nbytes // max(1, table.num_rows))
             # The first rows tell how large the next chunk may be.
@@ -205,7 +220,7 @@ class DatasetTable(_Rows):
     def read(self, start: int, size: int) -> Any:
         """Return one record again, from the position and size that `scan` yielded."""
         self._mapped.check()
-        return _values(self._rows[start : start + size])[0]
+        return row_values(self._rows[start : start + size])[0]
 
 
 def _reopened(opened_with: tuple[Path, Columns, Path], name: str, folder: Path) -> ParquetTable:
@@ -229,7 +244,7 @@ def open_folder(path: Path, columns: Columns, role: Role) -> DatasetTable:
         holds = listed(sorted(entry.name for entry in path.iterdir())) or "nothing"
         raise UserError(
             f"{path} is a folder, but none that `datasets` has saved; it holds {holds}: name a file "
-            f"(or it is damaged: {_first_line(error)})"
+            f"(or it is damaged: {first_line(error)})"
         ) from error
     return DatasetTable(str(path), path, _one_split(str(path), found, role), columns)
 
@@ -244,31 +259,21 @@ def open_hub(name: str, columns: Columns, role: Role) -> DatasetTable:
         found = datasets.load_dataset(repository, config or None, split=split or None)
     except (OSError, ValueError, KeyError, RuntimeError, pa.ArrowException) as error:
         raise UserError(
-            f"{name} is no file or folder here, and as a dataset of the Hub it cannot be loaded: {_first_line(error)}"
+            f"{name} is no file or folder here, and as a dataset of the Hub it cannot be loaded: {first_line(error)}"
         ) from error
     return DatasetTable(name, Path.cwd(), _one_split(name, found, role), columns)
 
 
-def _found(rows: pa.RecordBatch | pa.Table, first: int) -> Iterator[Found]:
-    if rows.nbytes <= MAX_RECORD:
-        for row, record in enumerate(_values(rows), first):
-            yield row, 1, row + 1, record
-        return
+def _blocks(rows: pa.RecordBatch, first: int) -> Iterator[Block]:
+    return iter([RowBlock(rows, first)]) if rows.nbytes <= MAX_RECORD else grouped(_one_by_one(rows, first))
+
+
+def _one_by_one(rows: pa.RecordBatch, first: int) -> Iterator[Found]:
     for number in range(rows.num_rows):
         one, row = rows.slice(number, 1), first + number
         is_long = one.nbytes > MAX_RECORD
-        yield row, 1, row + 1, BadRecord(f"a record of more than {MAX_RECORD:,d} bytes") if is_long else _values(one)[0]
-
-
-def _values(rows: pa.RecordBatch | pa.Table) -> list[Any]:
-    """Return the rows as dicts, with a BadRecord for each row that Python cannot represent (invalid UTF-8, say)."""
-    try:
-        values: list[Any] = rows.to_pylist()
-    except (ValueError, OverflowError, pa.ArrowException) as error:
-        if rows.num_rows == 1:
-            return [BadRecord(f"values that cannot be read ({_first_line(error)})")]
-        return [value for row in range(rows.num_rows) for value in _values(rows.slice(row, 1))]
-    return values
+        record = BadRecord(f"a record of more than {MAX_RECORD:,d} bytes") if is_long else row_values(one)[0]
+        yield row, 1, row + 1, record
 
 
 def _one_split(name: str, found: Any, role: Role) -> Any:
@@ -332,7 +337,3 @@ def _unpacked_size(file: pq.ParquetFile, names: list[str]) -> int:
             if column.path_in_schema.split(".")[0] in names:
                 total += column.total_uncompressed_size
     return total
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -10,6 +10,7 @@ import numpy as np
 
 from vembed.config.entries import DataSource
 from vembed.config.user_folders import cache_folder
+from vembed.data.blocks import Found
 from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord, Example
 from vembed.data.images import ImageRoot
@@ -17,7 +18,7 @@ from vembed.data.index import build_index
 from vembed.data.index_parts import NUM_SHOWN
 from vembed.data.messages import joined, listed
 from vembed.data.opening import open_reader
-from vembed.data.readers import Found, JsonLines, Reader, TextFile
+from vembed.data.readers import JsonLines, Reader, TextFile
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 from vembed.evaluation.corpus import titled_text
