@@ -44,6 +44,7 @@ class CoreDumper(yaml.SafeDumper):
     parse as another type."""
 
 
+# The first pattern that matches counts: that of floats takes whole numbers too, so it comes after that of integers.
 for _name, _pattern, _first in _RESOLVERS:
     for _class in (CoreLoader, CoreDumper):
         _class.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), list(_first))
@@ -99,6 +100,7 @@ def _read_text(path: Path) -> str:
 def parse_yaml(text: str, name: str) -> Node:
     """Return the tree of YAML text. Raise UserError on tags other than YAML's core scalars, lists and mappings."""
     try:
+        # Composed, not loaded: no tag makes an object, and the nodes know their lines.
         root = yaml.compose(text, Loader=CoreLoader)
     except yaml.YAMLError as error:
         raise UserError(f"{name}{_yaml_position(error, text)}: not valid YAML: {_yaml_problem(error)}.") from None
@@ -158,6 +160,7 @@ class _YamlTree:
                 raise UserError(f"{self.name}, line {line}: a key must be a word, not a list or a mapping.")
             key = str(key_node.value)
             value = self.node(value_node, depth + 1)
+            # In quotes it is a key like others. Own keys win over merged ones, and earlier bases over later ones.
             if key == "<<" and key_node.style is None:
                 for base in value.value if isinstance(value.value, list) else [value.plain()]:
                     if not isinstance(base, dict):
@@ -254,6 +257,7 @@ def _located(data: Any, text: str, name: str, pattern: str) -> Node:
         found = {}
         position = start
         for key, inner in value.items():
+            # From the last key on, as several tables may have a key of this name. TOML may give a table in pieces.
             search = re.compile(pattern.format(key=re.escape(str(key))), re.MULTILINE).search
             match = None
             if failed < MAX_FAILED:

@@ -50,7 +50,7 @@ def hold_out_by_source(store: ExampleStore, share: float, seed: int) -> tuple[Ex
     if is_held.all():
         raise UserError(
             f"val_split: {share:g} of {len(store):,d} examples with {len(sizes):,d} different queries leaves nothing "
-            "to train on; give val_data_path, or more data"
+            "to train on (equal and nearly equal queries are held out together); give val_data_path, or more data"
         )
     held = [(store.source_of(int(index)), store[int(index)]) for index in np.flatnonzero(is_held)]
     return store.subset(~is_held, note=f"val_split {share:g}"), held

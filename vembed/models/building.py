@@ -57,6 +57,7 @@ def build_backbone(
     text: Any = whole.base_model if with_head else whole
     if description.adapter is not None and not meta:
         if description.quantized:
+            # Its adapter has learnt over the rounded weights, and makes up for their errors.
             _round_layers(text)
         merge_saved_adapter(text, Path(description.adapter))
     if not description.traits.has_two_models:
@@ -97,6 +98,7 @@ def _load(
     backbone_loading.adjust_config(model_config, bidirectional=description.bidirectional_attention)
     chosen = backbones.model_class(model_config, trust_remote_code=trust)
     adapted = wants_adapters(config)
+    # With adapters the backbone is frozen: no optimizer step needs float32 masters of it.
     dtype = precision.wanted_dtype(config) if adapted else precision.trained_dtype(config)
     held = backbones.file_dtype(model_config) if dtype == "auto" else dtype
     half = precision.is_half(compute_dtype, held)

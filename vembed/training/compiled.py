@@ -72,6 +72,7 @@ def check_compiled(
         return
     layers = layers_of(embedder.backbone)
     problem = difference(model, layers, inputs_of(featuriser, items, session.device), session)
+    # All processes decide alike: compiled and plain layers round differently.
     if not collectives.max_ints([int(problem is not None)])[0]:
         return
     reason = f"auto: {problem or 'another process could not compile them'}"
@@ -99,8 +100,10 @@ def difference(model: nn.Module, layers: Sequence[nn.Module], inputs: Inputs, se
 
     was_training = model.training
     compiled = [layer._compiled_call_impl for layer in layers]
+    # The gradients of this check are dropped, so FSDP need not sum them over the processes.
     set_gradient_sync(model, False)
     try:
+        # Dropout would make the two differ.
         model.eval()
         with torch.no_grad():
             found = [one.float() for one in model(inputs)]

@@ -61,6 +61,7 @@ class EpochMiner(Hook):
 
     @override
     def on_start(self, run: Run) -> None:
+        # The stream has begun with the examples as they are in the data; a resumed run has its negatives already.
         run.stream.store = MinedExamples(self._miner, self._numbers)
         run.restart_stream()
 
@@ -76,6 +77,7 @@ class EpochMiner(Hook):
         is_known = (mined[:, :, None] == self._numbers[:, None, :]).any(dim=2)
         num_mined = int(there.sum())
         share_new = int((there & ~is_known).sum()) / max(num_mined, 1)
+        # In place: the stream and the checkpoints hold this tensor.
         self._numbers.copy_(mined)
         self._epoch = epoch
         self._run.restart_stream()  # batches of this epoch were prepared with the earlier negatives

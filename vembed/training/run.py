@@ -71,6 +71,8 @@ def train(
         return facts_of(resolved) if ranks.world_size > 1 else {}
 
     with (
+        # They are left from last to first: the newest checkpoint is on disk before the group of processes ends, and
+        # another run may write here only after all of them.
         lock,
         run_logging(settings, rank=launched_rank()) as outlets,
         Interrupts(settings) as interrupts,

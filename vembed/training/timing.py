@@ -24,6 +24,7 @@ class PhaseTimer:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Count the time inside the with-block as `phase`."""
+        # Batches are prepared by the host; the device would show nothing of the time that is waited for them.
         if self.on_cuda and phase != "data":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
@@ -42,6 +43,7 @@ class PhaseTimer:
     def take(self) -> dict[str, float]:
         """Return the seconds per phase since the last call. Waits for the device."""
         if self.events:
+            # A stream works in order: when the last event has been reached, all have.
             self.events[-1][2].synchronize()
             for phase, start, end in self.events:
                 self.seconds[phase] += start.elapsed_time(end) / 1000
