@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 
 from tests.commands import command
@@ -343,6 +344,13 @@ def test_one_process_can_be_a_group_of_its_own() -> None:
     folder = str(shared(tiny_bert))
     result = run_ranks(alone_but_offloaded, 1, folder, process_group=False)
     check_against_one_process(result, whole_step(config_of(folder, gradient_checkpointing=False), 1))
+
+
+def test_a_state_that_another_trainer_left_is_replaced() -> None:
+    """Trainers of Transformers leave theirs, and Accelerate refuses to change its precision."""
+    Accelerator(cpu=True, mixed_precision="no")
+    with session.start_session(config_of(str(shared(tiny_bert)), mixed_precision="bf16")) as one:
+        assert one.accelerator.mixed_precision == "bf16"
 
 
 # ---- others that fail ------------------------------------------------------------------------------------------------

@@ -185,13 +185,17 @@ class _Exits:
         self.heartbeats.stop()
         if self.owns_group and dist.is_initialized():
             collectives.end_group(waits=waits)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        _reset_accelerate()
         for name, value in self.environment.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _reset_accelerate() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 _groups = itertools.count()
@@ -357,6 +361,9 @@ def _log_environment(rank_info: RankInfo) -> None:
 def _make_accelerator(placement: Placement) -> Accelerator:
     fsdp, rank_info, precision = placement.fsdp, placement.ranks, placement.precision.value
     on_cpu = placement.device.type == "cpu"
+    # Another trainer in this process, in a notebook for example, may have left a state of another precision or device,
+    # which Accelerate would refuse to change.
+    _reset_accelerate()
     if fsdp is None:
         os.environ["ACCELERATE_USE_FSDP"] = "false"  # the launcher may have set it, for one process or NO_SHARD
         return Accelerator(cpu=on_cpu, mixed_precision=precision)

@@ -42,7 +42,9 @@ def with_rate(config: TrainConfig, embedder: EmbeddingModel, session: Session, t
     changes: dict[str, float] = {"learning_rate": decision.value}
     if description.traits.has_two_models and config.head_learning_rate is None:
         changes["head_learning_rate"] = max(HEAD, decision.value)
-        log.info("head_learning_rate: %g (auto; the projections of the two towers are new)", HEAD)
+        log.info(
+            "head_learning_rate: %g (auto; the projections of the two towers are new)", changes["head_learning_rate"]
+        )
     return config.model_copy(update=changes)
 
 

@@ -321,9 +321,10 @@ def _summary(config: TrainConfig, trained: list[TrainedParameter], num_groups: i
     decaying = [one for one in trained if one.decays]
     still = [one for one in trained if not one.decays]
     heads = [one for one in trained if is_head(one.name)]
+    apart = f"{count(decaying)}, none on {count(still)} (biases, norms, scalars)" if still else "all of them"
     parts = [
-        f"{count(trained)} trained, {num_groups} groups",
-        f"weight decay {config.weight_decay:g} on {count(decaying)}, none on {count(still)} (biases, norms, scalars)",
+        f"{count(trained)} trained, {num_groups:,d} {'group' if num_groups == 1 else 'groups'}",
+        f"weight decay {config.weight_decay:g} on {apart}",
     ]
     if config.head_learning_rate is not None:
         parts.append(

@@ -86,7 +86,7 @@ class Schedule:
 
     def _derivation(self, config: TrainConfig, examples_per_step: int) -> str:
         if config.scale_learning_rate == "none":
-            return "learning_rate as given, on any number of processes"
+            return "the same on any number of processes"
         ratio = f"{examples_per_step:,d} examples per step / base_batch_size {config.base_batch_size:,d}"
         ratio = f"sqrt({ratio})" if config.scale_learning_rate == "sqrt" else f"({ratio})"
         return f"{rate_of(config):g} * {ratio}"
