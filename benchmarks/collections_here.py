@@ -11,6 +11,7 @@ import random
 import re
 import tempfile
 import unicodedata
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -179,15 +180,18 @@ def _named_characters() -> list[tuple[str, str]]:
 
 def _near(known: list[tuple[str, str, str]], count: int, draw: random.Random) -> list[Row]:
     """Return as many pairs of each score."""
+    of_script: defaultdict[str, list[tuple[str, str, str]]] = defaultdict(list)
+    for one in known:
+        of_script[one[1]].append(one)
     rows: dict[float, list[Row]] = {0.0: [], 0.5: [], 1.0: []}
     while min(map(len, rows.values())) < (count + 2) // 3:
         one = draw.choice(known)
         # Two of one script are rare among all, so that every other pair is drawn from one.
-        near = [other for other in known if other[1] == one[1]] if draw.random() < 0.7 else known
+        near = of_script[one[1]] if draw.random() < 0.7 else known
         other = draw.choice(near)
         score = 0.5 * (one[1] == other[1]) + 0.5 * (one[2] == other[2])
         if one != other and len(rows[score]) < (count + 2) // 3:
             rows[score].append({"sentence1": one[0].lower(), "sentence2": other[0].lower(), "score": score})
-    found = [row for one in rows.values() for row in one]
+    found = [row for same in rows.values() for row in same]
     draw.shuffle(found)
     return found[:count]

@@ -36,17 +36,17 @@ from benchmarks.defaults_table import print_tables
 from benchmarks.tiny_models import MODELS
 from benchmarks.train import machine
 from vembed.config.rate import ADAPTERS
+from vembed.config.rhythm import FROM_SCRATCH, epochs_for
 from vembed.tools.demo import demo_model
 
 Options = dict[str, Any]
 
-RATES: dict[str, tuple[float, ...]] = {
-    "encoder": (2e-5, 8e-5, 1.6e-4),
-    "decoder": (2.5e-4, 1e-3, 2e-3, 4e-3),
-    "clip": (2.5e-4, 1e-3, 2e-3, 4e-3),
-}
-"""Learning rates that are tried for each family: MiniLM is trained further, the others begin with initial weights."""
-LONGER: dict[str, tuple[float, ...]] = {"encoder": (3, 12), "decoder": (6, 12, 48), "clip": (6, 12, 48)}
+RATE = {"encoder": 4e-5, "decoder": 2e-3, "clip": 2e-3}
+"""The default learning rate: MiniLM is trained further, the others begin with initial weights."""
+RATES = (0.5, 2.0)
+"""Learning rates that are tried, as multiples of the default."""
+PASSES = (0.5, 2.0)
+"""Passes over the data that are tried, as multiples of those by default."""
 SEARCHED: list[Options] = [
     {"temperature": 0.02},
     {"temperature": 0.1},
@@ -59,8 +59,6 @@ SEARCHED: list[Options] = [
 """Values that are tried by hand, one option at a time, besides learning rates and epochs."""
 OF_ADAPTERS: list[Options] = [{"lora_r": 8}, {"lora_r": 64}]
 """Values that are tried with `--option use_lora=true` too."""
-NUM_CONFIRMED = 2
-"""Number of the searched values that are run with all seeds."""
 
 
 class Runs:
@@ -223,12 +221,14 @@ def score(model: Path, data: Collection, folder: Path) -> float:
     return float(vembed.evaluate(model, file)[data.metric])
 
 
-def peers(arguments: argparse.Namespace) -> Iterator[Options]:
-    """Yield the scores of both sides by seed."""
+def peers(arguments: argparse.Namespace, known: Sequence[Options]) -> Iterator[Options]:
+    """Yield the scores of both sides by seed, for those that are not known."""
     data, test = parts(arguments.collection, arguments.size, arguments.val, arguments.max_length)
     model = MODELS[arguments.family](Path(tempfile.mkdtemp()))
     for seed in range(arguments.seeds):
         found: Options = {"collection": arguments.collection, "size": arguments.size, "seed": seed}
+        if any(found.items() <= one.items() for one in known):
+            continue
         folder = Path(tempfile.mkdtemp())
         if seed == 0:
             found["before"] = score(model, test, folder)
@@ -245,15 +245,16 @@ def search(trial: Trial) -> None:
     given = trial.arguments
     trial.before()
     has_adapters = dict(given.option).get("use_lora", False)
-    times = ADAPTERS if has_adapters else 1.0
-    tried: list[Options] = [{"learning_rate": times * value} for value in RATES[given.family]]
-    tried += [{"epochs": value} for value in LONGER[given.family]]
+    ratio = ADAPTERS if has_adapters else 1.0
+    tried: list[Options] = [{"learning_rate": ratio * times * RATE[given.family]} for times in RATES]
+    epochs = epochs_for(given.size, 1 if given.family == "encoder" else FROM_SCRATCH)
+    tried += [{"epochs": times * epochs} for times in PASSES]
     tried += SEARCHED + (OF_ADAPTERS if has_adapters else [])
     if given.only:
         tried = [one for one in tried if set(one) & set(given.only)]
     confirm(trial, [{}], range(given.seeds))
     first = {json.dumps(one): trial.score(one, 0) for one in tried}
-    best = sorted(tried, key=lambda one: first[json.dumps(one)], reverse=True)[:NUM_CONFIRMED]
+    best = sorted(tried, key=lambda one: first[json.dumps(one)], reverse=True)[: given.confirmed]
     confirm(trial, best, range(given.seeds))
 
 
@@ -290,6 +291,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=300)
     parser.add_argument("--val", type=int, default=150, help="rows of the validation set and of the test set")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--confirmed", type=int, default=2, help="number of the best values that get all seeds")
     parser.add_argument("--max-length", type=int, default=32, help="tokens at which texts are cut")
     parser.add_argument("--only", nargs="*", default=[], help="options to search; all if left out")
     parser.add_argument("--steps", nargs="*", type=int, default=[20])
@@ -305,7 +307,8 @@ def main() -> None:
         return
     print(machine(), flush=True)
     if arguments.what == "peers":
-        for line in peers(arguments):
+        known = output.read_text(encoding="utf-8").splitlines() if output.is_file() else []
+        for line in peers(arguments, [json.loads(one) for one in known]):
             print(json.dumps(line), flush=True)
             with output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

@@ -24,8 +24,10 @@ def print_tables(lines: Sequence[Run]) -> None:
         if "options" in run:
             place = (run["what"], *_place(run))
             groups[place][json.dumps(run["options"], sort_keys=True)][run["seed"]] = float(one["score"])
-    print("| model, collection, rows | before | defaults | best of the search | its score | share of the best gain |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(
+        "| model, collection, rows | before | defaults, by seed | best of the search | its score, by seed "
+        "| share of the best gain |\n| --- | --- | --- | --- | --- | --- |"
+    )
     for (what, *place), scores in groups.items():
         if what == "search":
             print(search_row(place, before[tuple(place)], scores))
@@ -43,10 +45,20 @@ def search_row(place: Sequence[str], before: float, scores: Mapping[str, Mapping
     best = max(means, key=lambda one: means[one])
     gain, most = means["{}"] - before, means[best] - before
     share = f"{gain / most:.0%}" if most > 0 else "no gain at any value"
+    if best != "{}" and most > 0:
+        share += f", {most - gain:.4f} less; the seeds' range is {max(_range(scores['{}']), _range(scores[best])):.4f}"
     return (
-        f"| {', '.join(place[:3])} | {before:.4f} | {means['{}']:.4f} | {_named(best)} | {means[best]:.4f} | {share} "
-        f"({len(scores) - 1} values tried) |"
+        f"| {', '.join(place[:3])} | {before:.4f} | {_by_seed(scores['{}'])} | {_named(best)} | "
+        f"{_by_seed(scores[best])} | {share} ({len(scores) - 1} values tried) |"
     )
+
+
+def _by_seed(found: Mapping[int, float]) -> str:
+    return ", ".join(f"{score:.4f}" for _, score in sorted(found.items()))
+
+
+def _range(found: Mapping[int, float]) -> float:
+    return max(found.values()) - min(found.values())
 
 
 def adapter_rows(place: Sequence[str], before: float, scores: Mapping[str, Mapping[int, float]]) -> list[str]:
