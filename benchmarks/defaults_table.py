@@ -29,7 +29,7 @@ def print_tables(lines: Sequence[Run]) -> None:
         "| share of the best gain |\n| --- | --- | --- | --- | --- | --- |"
     )
     for (what, *place), scores in groups.items():
-        if what == "search":
+        if what == "search" and len(scores["{}"]) >= FEWEST_SEEDS:
             print(search_row(place, before[tuple(place)], scores))
     print(
         "\n| model, collection, rows | steps | trained, rate | gain by seed | share |\n| --- | --- | --- | --- | --- |"
