@@ -40,15 +40,22 @@ def print_tables(lines: Sequence[Run]) -> None:
 
 
 def search_row(place: Sequence[str], before: float, scores: Mapping[str, Mapping[int, float]]) -> str:
-    """Return the row of one model on one collection."""
-    means = {one: statistics.mean(found.values()) for one, found in scores.items() if len(found) >= FEWEST_SEEDS}
-    best = max(means, key=lambda one: means[one])
-    gain, most = means["{}"] - before, means[best] - before
+    """Return the row of one model on one collection. A value is compared with the defaults over the seeds of both."""
+    ours = scores["{}"]
+    common = {one: sorted(ours.keys() & found.keys()) for one, found in scores.items()}
+    above = {
+        one: statistics.mean(found[seed] - ours[seed] for seed in common[one])
+        for one, found in scores.items()
+        if len(common[one]) >= FEWEST_SEEDS
+    }
+    best = max(above, key=lambda one: above[one])
+    gain = statistics.mean(ours[seed] for seed in common[best]) - before
+    most = gain + above[best]
     share = f"{gain / most:.0%}" if most > 0 else "no gain at any value"
     if best != "{}" and most > 0:
-        share += f", {most - gain:.4f} less; the seeds' range is {max(_range(scores['{}']), _range(scores[best])):.4f}"
+        share += f", {above[best]:.4f} less; the seeds' range is {max(_range(ours), _range(scores[best])):.4f}"
     return (
-        f"| {', '.join(place[:3])} | {before:.4f} | {_by_seed(scores['{}'])} | {_named(best)} | "
+        f"| {', '.join(place[:3])} | {before:.4f} | {_by_seed(ours)} | {_named(best)} | "
         f"{_by_seed(scores[best])} | {share} ({len(scores) - 1} values tried) |"
     )
 
