@@ -20,7 +20,8 @@ demo: $(VENV)/.demo                       ## train the embedded model on the emb
 
 test: $(VENV)/.dev                        ## lint, types and all tests
 	$(MAKE) --no-print-directory lint
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	# Arithmetic fails twice; only processes that a busy machine held up may pass the second time, counted as "rerun".
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --reruns 1
 
 test-processors: $(VENV)/.dev             ## numerical tests as on processors without AVX-512 and without AVX
 	failed=0; \
