@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -65,3 +66,12 @@ def pytest_sessionstart() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_at_the_start() -> None:
+    """What an earlier test has left of a run's logging keeps no line from the test that looks for it."""
+    log = logging.getLogger("vembed")
+    log.setLevel(logging.NOTSET)
+    log.propagate = True
+    log.disabled = False

@@ -77,7 +77,7 @@ def test_merged_or_not_the_embeddings_are_the_same(
 def test_models_that_are_more_than_their_adapters_are_saved_whole(
     make: Callable[..., Path], options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="vembed"):
         folder = save(tuned(tiny.shared(make), **options), tmp_path / "final", merge=False)
     assert "save_merged: the whole model is saved" in caplog.text
     assert (folder / "model.safetensors").is_file()

@@ -87,7 +87,7 @@ def test_damage_is_named_and_mended(tmp_path: Path, config: TrainConfig, caplog:
     (other,) = stores(tmp_path)[1].folder.glob("*.answers")
     other.write_bytes(b"something else entirely, of another program" * 9)
     caplog.set_level(logging.WARNING, logger="vembed")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="vembed"):
         assert prepare(config, tmp_path, rows()) == {"bert": 90, "reranker": 60}
     assert f"{stores(tmp_path)[32].folder} holds 0 answers of 90: the others are computed anew" in caplog.text
     assert f"{other} does not hold answers of this teacher" in caplog.text
