@@ -3,17 +3,20 @@
     python examples/train_free.py --config configs/free_transformer.yaml
     torchrun --nproc_per_node=auto examples/train_free.py --config configs/free_transformer.yaml --use-fsdp
 
-The texts are the docstrings and functions of this Python's own standard library, so that nothing is downloaded.
-Options of vembed may follow: `max_steps=20 learning_rate=1e-3`.
+The texts are the lines of docstrings and functions of this Python's own standard library, so that nothing is
+downloaded. At the end it prints, on texts of modules that were not trained on, how much the latent Z tells, what the
+next-token loss is with another text's Z, and the scores of the embedding before and after training. Options of vembed
+may follow: `max_steps=20 learning_rate=1e-3`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import random
 import sys
-import time
+from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +26,22 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import vembed
+from vembed.distributed.environment import RankInfo, read_rank_info
+from vembed.distributed.rendezvous import Limit, connect
 from vembed.tools.demo_data import split_by_module, standard_library_pairs, write_pairs
 from vembed.tools.train_tokenizer import train_tokenizer
 from vembed.training.callbacks import StepInfo
+from vembed.training.trainer import TrainResult
 
 NUM_VALIDATION = 200
-NUM_COMPARED = 64
-SCORES = (("pretrain", "before/ndcg@10"), ("embed", "ndcg@10"))
+NUM_COMPARED = 512
+LINE_CHARACTERS = range(20, 49)
+"""Lengths of the lines that are pre-trained on: short, so that Z has much to say about one within few steps."""
+MINUTES_TO_PREPARE = 10.0
 
 
 def main() -> None:
-    """Run both stages on this process of the group."""
+    """Run the stages on this process of the group."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", required=True, help="configs/free_transformer.yaml, or one like it")
     parser.add_argument("--use-fsdp", action="store_true", help="shard the model over the processes")
@@ -41,42 +49,37 @@ def main() -> None:
     parser.add_argument("--output", help="folder of the run; default: checkpoints/free or checkpoints/baseline")
     parser.add_argument("--pairs", type=int, default=3000, help="number of training pairs")
     given, options = parser.parse_known_args()
-    rank = int(os.environ.get("RANK", "0"))
+    ranks = read_rank_info()
     config = yaml.safe_load(Path(given.config).read_text(encoding="utf-8"))
+    sizes = {**config["model_config"], "use_latent": not given.baseline}
     output = Path(given.output or ("checkpoints/baseline" if given.baseline else "checkpoints/free"))
     data = output / "data"
-    if rank == 0:
-        prepare(data, config["model_config"]["vocab_size"], given.pairs)
-    wait_for(data / "ready")
-    options = [f"tokenizer_name={data / 'tokenizer'}", "overwrite=true", *options]
+    prepare_once(ranks, data, sizes["vocab_size"], given.pairs)
+    options = [
+        f"tokenizer_name={data / 'tokenizer'}", f"val_data_path={data / 'validation.jsonl'}",
+        "overwrite=true", *options,
+    ]  # fmt: skip
     if given.use_fsdp:
         options.append("use_fsdp=true")
     if given.baseline:
-        options.append(f"model_config={json.dumps({**config['model_config'], 'use_latent': False})}")
-    pretrained = output / "pretrain"
-    options.append(f"val_data_path={data / 'validation.jsonl'}")
-    stages = {
-        "pretrain": [f"data_path={data / 'texts.jsonl'}", f"output_dir={pretrained}"],
-        "embed": [
-            f"data_path={data / 'pairs.jsonl'}",
-            f"output_dir={output / 'embed'}",
-            f"model_name={pretrained / 'final'}",
-        ],
-    }
-    results = {}
-    for name, more in stages.items():
+        options.append(f"model_config={json.dumps(sizes)}")
+    results: dict[str, TrainResult] = {}
+    for name, stage in config["training_stages"].items():
+        file = "texts.jsonl" if stage["loss"] == "none" else "pairs.jsonl"
+        own = [f"stage={name}", f"data_path={data / file}", f"output_dir={output / name}"]
+        if results:  # each stage goes on with the model of the one before
+            own.append(f"model_name={list(results.values())[-1].model_dir}")
+        weights = stage.get("auxiliary_losses", {})
         if given.baseline:  # without Z there is no kl
-            weights = config["training_stages"][name].get("auxiliary_losses", {})
-            kept = {loss: weight for loss, weight in weights.items() if loss != "kl"}
-            more.append(f"auxiliary_losses={json.dumps(kept)}")
-        on_step = show if rank == 0 else None
-        results[name] = vembed.train(given.config, [f"stage={name}", *more, *options], on_step=on_step)
-        if rank == 0 and name == "pretrain" and not given.baseline:
-            print(use_of_latent(results[name].model_dir, config["model_config"], data))
-    if rank == 0:
-        before, after = (results[name].metrics[key] for name, key in SCORES)
+            own.append(f"auxiliary_losses={json.dumps({loss: weights[loss] for loss in weights if loss != 'kl'})}")
+        results[name] = vembed.train(given.config, [*own, *options], on_step=show if ranks.rank == 0 else None)
+        if ranks.rank == 0 and stage["loss"] == "none":
+            print(f"{name}: {losses_on_other_texts(results[name].model_dir, sizes, data)}")
+    if ranks.rank == 0:
+        trained = list(results.values())
+        before, after = trained[0].metrics["before/ndcg@10"], trained[-1].metrics["ndcg@10"]
         print(f"embedding: nDCG@10 {after:.4f}, and {before:.4f} before all training")
-        print(f"model: {results['embed'].model_dir}")
+        print(f"model: {trained[-1].model_dir}")
 
 
 def show(info: StepInfo) -> None:
@@ -84,7 +87,7 @@ def show(info: StepInfo) -> None:
     print(f"Loss: {info.loss:.4f}")
 
 
-def use_of_latent(folder: Path, sizes: dict[str, Any], data: Path) -> str:
+def losses_on_other_texts(folder: Path, sizes: dict[str, Any], data: Path) -> str:
     """Return how much Z tells on the validation texts, and the loss with the Z of another text in its place."""
     sys.path.insert(0, str(Path(__file__).parent / "own_model"))
     from free_transformer.model import FreeTransformer, ModelConfig, kl_to_uniform
@@ -92,49 +95,60 @@ def use_of_latent(folder: Path, sizes: dict[str, Any], data: Path) -> str:
     model = FreeTransformer(ModelConfig(**sizes))
     weights = load_file(folder / "model.safetensors")
     model.load_state_dict({name.removeprefix("own."): one.float() for name, one in weights.items()})
-    lines = (data / "validation.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_COMPARED]
-    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
-    texts = [json.loads(line)["positive"] for line in lines]
-    batch = tokenizer(texts, padding=True, truncation=True, max_length=48, return_tensors="pt")
+    lines = (data / "validation_texts.jsonl").read_text(encoding="utf-8").splitlines()
+    # Not in their order: neighbours are of one function, and another text's Z would be of a similar text.
+    texts = [json.loads(line)["text"] for line in random.Random(0).sample(lines, min(NUM_COMPARED, len(lines)))]
+    batch = AutoTokenizer.from_pretrained(data / "tokenizer")(texts, padding=True, return_tensors="pt")
     ids, mask = batch["input_ids"], batch["attention_mask"]
+
+    def loss(given: torch.Tensor | None) -> float:
+        sums, counts = model.losses(model.decode(ids, mask, given)[0], None, ids, mask)["next_token"]
+        return float(sums.sum() / counts.sum())
+
     torch.manual_seed(0)
     with torch.no_grad():
         _, z_logits = model.train().decode(ids, mask)  # in training mode the bits are drawn
+        if z_logits is None:
+            return f"next-token loss {loss(None):.3f} without Z"
         latent = model.mapper(z_logits)
-
-        def loss(given: torch.Tensor) -> float:
-            sums, counts = model.losses(model.decode(ids, mask, given)[0], None, ids, mask)["next_token"]
-            return float(sums.sum() / counts.sum())
-
         kl = float((kl_to_uniform(z_logits) * mask).sum() / mask.sum())
         own, other = loss(latent), loss(latent.roll(1, dims=0))
     return (
-        f"latent: KL {kl:.3f} nats per token ({model.config.free_bits:.3f} are free); next-token loss {own:.3f} with "
+        f"KL {kl:.3f} nats per token ({model.config.free_bits:.3f} are free); next-token loss {own:.3f} with "
         f"Z, {other:.3f} with the Z of another text"
     )
 
 
+def prepare_once(ranks: RankInfo, folder: Path, vocab_size: int, num_pairs: int) -> None:
+    """Let rank 0 write the data, and the others wait for it in the launcher's store: a file of an earlier run could be
+    taken for this one's."""
+    store = connect(ranks, Limit(MINUTES_TO_PREPARE)) if ranks.world_size > 1 else None
+    if ranks.rank == 0:
+        prepare(folder, vocab_size, num_pairs)
+    if store is not None:
+        if ranks.rank == 0:
+            store.set("train_free/prepared", "yes")
+        store.wait(["train_free/prepared"], timedelta(minutes=MINUTES_TO_PREPARE))
+
+
 def prepare(folder: Path, vocab_size: int, num_pairs: int) -> None:
     """Write texts, pairs and a tokenizer that is trained on them."""
-    (folder / "ready").unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     train, validation = split_by_module(standard_library_pairs(), num_pairs, NUM_VALIDATION)
-    write_pairs(train, folder / "pairs.jsonl")
-    write_pairs(validation, folder / "validation.jsonl")
-    records = [json.loads(line) for line in (folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
-    texts = [text for record in records for text in (record["query"], record["positive"])]
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    for name, pairs in (("pairs", train), ("validation", validation)):
+        write_pairs(pairs, folder / f"{name}.jsonl")
+    for name, pairs in (("texts", train), ("validation_texts", validation)):
+        lines = short_lines(text for pair in pairs for text in (pair.query, pair.positive))
+        records = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(records, encoding="utf-8")
+    texts = [text for pair in train for text in (pair.query, pair.positive)]
     train_tokenizer(texts, folder / "tokenizer", vocab_size=vocab_size)
-    (folder / "ready").touch()
 
 
-def wait_for(path: Path, seconds: float = 300.0) -> None:
-    """Wait until process 0 has written a file."""
-    until = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > until:
-            raise SystemExit(f"{path} was not written within {seconds:.0f} seconds")
-        time.sleep(0.1)
+def short_lines(texts: Iterable[str]) -> list[str]:
+    """Return the distinct short lines of texts, in their order."""
+    lines = (line.strip() for text in texts for line in text.splitlines())
+    return list(dict.fromkeys(line for line in lines if len(line) in LINE_CHARACTERS))
 
 
 if __name__ == "__main__":

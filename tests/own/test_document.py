@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -218,6 +219,33 @@ def test_the_paths_of_the_latent() -> None:
     assert losses.keys() == {"next_token", "kl"} and all(sums.shape == (1,) for sums, _ in losses.values())
 
 
+def test_the_free_bits_count_for_each_token() -> None:
+    """Not for the mean over tokens, in which one that tells nothing would pay for another; padding counts nothing."""
+    from free_transformer import FreeTransformer, ModelConfig
+
+    model = FreeTransformer(ModelConfig(40, 16, 2, 2, 4, free_bits=0.5))
+    z_logits = torch.tensor([[[0.0, 0.0], [40.0, -40.0], [40.0, 40.0]]])
+    sums, counts = model.losses(torch.zeros(1, 3, 16), z_logits, torch.ones(1, 3).long(), torch.tensor([[1, 1, 0]]))[
+        "kl"
+    ]
+    assert float(sums) == pytest.approx(2 * math.log(2) - 0.5) and int(counts) == 2
+
+
+def test_the_gradient_of_the_mapper() -> None:
+    """The one-hot's gradient is that of the probabilities of all classes, whichever class was drawn."""
+    from free_transformer import ModelConfig
+    from free_transformer.model import BinaryMapper
+
+    logits = torch.tensor([0.3, -0.7], dtype=torch.float64, requires_grad=True)
+    worth = torch.tensor([0.2, 1.0, -0.5, 0.9], dtype=torch.float64)
+    latent = BinaryMapper(ModelConfig(latent_dim=4))(logits)
+    assert sorted(latent.detach().round(decimals=9).tolist()) == [0, 0, 0, 1]
+    (found,) = torch.autograd.grad(latent @ worth, logits)
+    low, high = torch.sigmoid(logits)
+    probabilities = torch.stack([(1 - low) * (1 - high), low * (1 - high), (1 - low) * high, low * high])
+    torch.testing.assert_close(found, torch.autograd.grad(probabilities @ worth, logits)[0], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.promise("E02", "E03")
 @pytest.mark.parametrize("target", ["train-free-fsdp", "train-baseline-fsdp"])
 def test_make_targets_start_two_processes_on_a_cpu(target: str) -> None:
@@ -232,7 +260,7 @@ def test_make_targets_start_two_processes_on_a_cpu(target: str) -> None:
 
 @pytest.mark.promise("E04", "E05", "E38")
 def test_the_documents_command_trains(tmp_path: Path) -> None:
-    """`torchrun ... examples/train_free.py --config configs/free_transformer.yaml --use-fsdp`, both stages."""
+    """`torchrun ... examples/train_free.py --config configs/free_transformer.yaml --use-fsdp`, all stages."""
     words = [
         "--nproc_per_node=2", "examples/train_free.py", "--config", "configs/free_transformer.yaml", "--use-fsdp",
         "--output", str(tmp_path), "--pairs", "200", "max_steps=3",
@@ -240,8 +268,11 @@ def test_the_documents_command_trains(tmp_path: Path) -> None:
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = command(*words, module="torch.distributed.run", folder=ROOT, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(re.findall(r"^Loss: \d+\.\d{4}$", done.stdout, re.MULTILINE)) == 6, "one line per step, from rank 0"
+    assert len(re.findall(r"^Loss: \d+\.\d{4}$", done.stdout, re.MULTILINE)) == 9, "one line per step, from rank 0"
     assert re.search(r"^embedding: nDCG@10 0\.\d{4}, and 0\.\d{4} before all training$", done.stdout, re.MULTILINE)
+    for stage in ("open", "pretrain"):
+        losses = r"KL [\d.]+ nats per token \(0\.347 are free\); next-token loss [\d.]+ with Z, [\d.]+ with the Z of"
+        assert re.search(f"^{stage}: {losses}", done.stdout, re.MULTILINE), done.stdout
     log = (tmp_path / "pretrain" / "training_log.txt").read_text()
     assert "FSDP2: 5 units (5 DecoderBlock) and the rest of the model" in log
     logged = [json.loads(line) for line in (tmp_path / "pretrain" / "metrics.jsonl").read_text().splitlines()]
