@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from vembed.evaluation.ranking_keys import as_keys, documents_of, scores_of
 from vembed.mining import search
 from vembed.mining.known import Pairs
-from vembed.mining.search import TopK, documents_of, scores_of
+from vembed.mining.search import TopK
 
 
 def found_by_tiles(queries, documents, k, excluded, tile):
@@ -55,7 +56,7 @@ def test_equal_to_a_sort(num_queries, num_documents, k, first, monkeypatch):
 
 def test_keys_sort_as_scores_and_then_numbers():
     scores = torch.tensor([-torch.inf, -2.5, -0.0, 0.0, 1e-30, 3.0, 3.0])
-    keys = search.as_keys(scores, torch.tensor([0, 1, 3, 2, 4, 6, 5]))
+    keys = as_keys(scores, torch.tensor([0, 1, 3, 2, 4, 6, 5]))
     assert keys.argsort(descending=True).tolist() == [6, 5, 4, 3, 2, 1, 0]
     np.testing.assert_array_equal(scores_of(keys), scores)
 

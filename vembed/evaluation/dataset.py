@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -14,6 +13,7 @@ from vembed.data.readers import JsonLines
 from vembed.data.sources import open_examples
 from vembed.errors import UserError
 from vembed.evaluation.corpus import Corpus, Identities, identified_text, read_corpus
+from vembed.evaluation.qrels import read_judgements, readable
 
 Task = Literal["auto", "retrieval", "similarity"]
 
@@ -140,7 +140,7 @@ def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> Retrieval
     """Read a BEIR-style folder: every document of `corpus.jsonl`, and the queries with a relevant document in
     `qrels`."""
     problems: list[str] = []
-    with _readable(folder / "corpus.jsonl"):
+    with readable(folder / "corpus.jsonl"):
         corpus = read_corpus(folder / "corpus.jsonl", problems)
     queries = _read_texts(folder / "queries.jsonl", problems)
     judgements = list(_read_qrels(qrels, queries, corpus.identities, problems))
@@ -240,7 +240,7 @@ def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
 
 def _read_texts(path: Path, problems: list[str]) -> dict[str, Item]:
     items: dict[str, Item] = {}
-    with _readable(path):
+    with readable(path):
         reader = JsonLines(path)
     for _, _, number, record in reader.scan():
         where, given = reader.where(number), identified_text(record)
@@ -257,39 +257,14 @@ def _read_qrels(
     path: Path, queries: dict[str, Item], documents: Identities, problems: list[str]
 ) -> Iterator[tuple[str, int, int]]:
     """Yield queries, the numbers of documents, and grades."""
-    for number, line in _lines(path):
-        fields = line.split("\t")
-        if len(fields) == 1 and len(words := line.split()) == 4:
-            fields = [words[0], words[2], words[3]]  # trec_eval's format: query, 0, document, grade
-        if number == 1 and not _is_whole(fields[-1]):
-            continue  # header line
-        where = f"{path}:{number}"
-        if len(fields) != 3 or not _is_whole(fields[2]):
-            problems.append(f"{where}: not query-id, corpus-id and a whole score, separated by tabs")
-        elif fields[0] not in queries:
-            problems.append(f"{where}: query {fields[0]} is not in queries.jsonl")
-        elif (document := documents.find(fields[1])) is None:
-            problems.append(f"{where}: document {fields[1]} is not in corpus.jsonl")
+    for where, found in read_judgements(path):
+        if isinstance(found, str):
+            problems.append(f"{where}: {found}")
+            continue
+        query, identity, grade = found
+        if query not in queries:
+            problems.append(f"{where}: query {query} is not in queries.jsonl")
+        elif (document := documents.find(identity)) is None:
+            problems.append(f"{where}: document {identity} is not in corpus.jsonl")
         else:
-            yield fields[0], document, int(fields[2])
-
-
-def _is_whole(text: str) -> bool:
-    return text.strip().lstrip("+-").isdecimal()
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    with _readable(path), path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, line.rstrip("\r\n")
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start:,d}") from error
+            yield query, document, grade

@@ -15,15 +15,13 @@ from vembed.distributed.session import Session
 from vembed.evaluation.corpus import Corpus
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
+from vembed.evaluation.ranking_keys import NOTHING, as_keys, documents_of
 from vembed.inference.encoding import Between, first_dims
 
 QUERY_TILE = 256
 DOCUMENT_TILE = 8192
 """Tile sizes: at most QUERY_TILE x DOCUMENT_TILE scores exist at once. They do not depend on the number of
 processes, so that equal embeddings give equal rankings on any number of them."""
-
-_NOTHING = torch.iinfo(torch.int64).min
-_LOW_32 = 0xFFFFFFFF
 
 
 def retrieval_metrics(
@@ -185,7 +183,7 @@ class TopK:
         queries = torch.from_numpy(queries_QD).to(device)
         self._tiles = torch.split(queries, QUERY_TILE)
         self._k, self._kept = k, min(k, num_documents)
-        self._best = [torch.full((len(tile), self._kept), _NOTHING, device=device) for tile in self._tiles]
+        self._best = [torch.full((len(tile), self._kept), NOTHING, device=device) for tile in self._tiles]
         self._excluded, self._device, self._between = excluded, device, between
         # `between` may be collective, so a rank with fewer query tiles still calls it for every tile of the largest
         # rank.
@@ -216,7 +214,7 @@ class TopK:
         """Return [Q, k] numbers of documents; -1 where there are fewer than k."""
         keys = torch.cat(self._best)
         rankings = np.full((len(keys), self._k), -1, np.int64)
-        rankings[:, : self._kept] = torch.where(keys == _NOTHING, -1, _LOW_32 - (keys & _LOW_32)).cpu().numpy()
+        rankings[:, : self._kept] = documents_of(keys).cpu().numpy()
         return rankings
 
 
@@ -241,13 +239,8 @@ def _best_keys(scores_QT: Tensor, k: int, numbers_T: Tensor) -> Tensor:
 
 
 def _keys(scores: Tensor, numbers: Tensor) -> Tensor:
-    """Return one integer per score and number that sorts by score, then by lower number, without ties."""
-    bits = (scores + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
-    # The bits of positive floats sort as integers. Those of negative floats sort in reverse; flipping all but the sign
-    # bit corrects that. The order then fills the upper 32 bits, the reversed number the lower 32.
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    keys = (ordered << 32) + (_LOW_32 - numbers)
-    return torch.where(scores == -torch.inf, _NOTHING, keys)
+    """Return the keys of the scores, NOTHING for documents that are left out."""
+    return torch.where(scores == -torch.inf, NOTHING, as_keys(scores, numbers))
 
 
 def score_rankings(

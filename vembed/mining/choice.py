@@ -145,3 +145,11 @@ class Chooser:
         # Gumbel's trick: the order of score / temperature + noise is that of draws without replacement.
         noisy = candidates.scores[query, columns] / self._config.sampling_temperature - np.log(-np.log(draws + 1e-300))
         return columns[np.argsort(-noisy, kind="stable")]
+
+
+def of_turn(negatives: np.ndarray, turn: int, number: int) -> np.ndarray:
+    """Return `number` of a query's negatives for its row number `turn`; all where there are no more."""
+    if len(negatives) <= number:
+        return negatives
+    # Rows of one query get different negatives before any is used twice.
+    return negatives[(turn * number + np.arange(number)) % len(negatives)]

@@ -13,10 +13,10 @@ from vembed.data.cache import short_hash
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
+from vembed.evaluation.ranking_keys import NOTHING, as_keys, documents_of, scores_of
 from vembed.mining.contents import words
 from vembed.mining.documents import Documents
 from vembed.mining.known import Known, Pairs
-from vembed.mining.search import NOTHING, as_keys, documents_of, scores_of
 
 
 def check_bm25() -> None:

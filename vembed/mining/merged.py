@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vembed.data.examples import Example, Item
+from vembed.mining.choice import of_turn
 from vembed.mining.config import MineConfig
 from vembed.mining.contents import content_key
 from vembed.mining.documents import Documents, row_value
@@ -72,12 +73,9 @@ class RowMaker:
             yield made
 
     def _of_turn(self, query: int, turn: int) -> list[int]:
-        """Columns of the negatives for a query's row number `turn`: rows of one query take turns."""
+        """Columns of the negatives for a query's row number `turn`."""
         there = np.flatnonzero(self._chosen.documents[query] >= 0)
-        number = self._config.num_negatives
-        if len(there) <= number:
-            return [int(column) for column in there]
-        return [int(there[(turn * number + place) % len(there)]) for place in range(number)]
+        return [int(column) for column in of_turn(there, turn, self._config.num_negatives)]
 
     def _row(self, row: int, query: int, columns: Sequence[int]) -> dict[str, Any]:
         table, number = self._rows.locate(row)

@@ -17,7 +17,7 @@ from vembed.data.examples import Example, Item, Kind
 from vembed.distributed.session import Session
 from vembed.mining.calibration import calibrate
 from vembed.mining.candidate_store import CHUNK, Candidates, with_claims
-from vembed.mining.choice import Chooser, Limits
+from vembed.mining.choice import Chooser, Limits, of_turn
 from vembed.mining.claims import ClaimFinder
 from vembed.mining.config import DataOptions, MineConfig
 from vembed.mining.documents import open_documents
@@ -182,11 +182,8 @@ class OwnMiner:
         found = np.full((len(self._examples), number), -1, np.int64)
         turns = np.zeros(self.num_queries, np.int64)
         for row, query in enumerate(self._known.query_of_row):
-            there = chosen[query][chosen[query] >= 0]
-            turn, turns[query] = int(turns[query]), turns[query] + 1
-            # One query's examples get different negatives before any is used twice.
-            if len(there) > number:
-                there = there[(turn * number + np.arange(number)) % len(there)]
+            there = of_turn(chosen[query][chosen[query] >= 0], int(turns[query]), number)
+            turns[query] += 1
             found[row, : len(there)] = there
         return found
 

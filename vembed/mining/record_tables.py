@@ -22,6 +22,7 @@ from vembed.data.readers import JsonLines, Reader, TextFile
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 from vembed.evaluation.corpus import titled_text
+from vembed.evaluation.qrels import read_judgements
 from vembed.mining.config import RowOptions
 
 CORPUS_FILE = "corpus.jsonl"
@@ -258,25 +259,13 @@ def qrels_file(folder: Path, split: str | None) -> Path:
 def read_qrels(path: Path) -> dict[str, list[str]]:
     """Query id -> ids of its relevant documents (grade 1 or more)."""
     relevant: dict[str, list[str]] = {}
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                fields = line.rstrip("\r\n").split("\t")
-                if len(fields) == 1 and len(words := line.split()) == 4:
-                    fields = [words[0], words[2], words[3]]  # as trec_eval has them
-                if not line.strip() or (number == 1 and not _is_whole(fields[-1])):
-                    continue
-                if len(fields) != 3 or not _is_whole(fields[2]):
-                    raise UserError(f"{path}:{number}: not query-id, corpus-id and a whole score, separated by tabs")
-                if int(fields[2]) > 0:
-                    relevant.setdefault(fields[0], []).append(fields[1])
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    for where, found in read_judgements(path):
+        if isinstance(found, str):
+            raise UserError(f"{where}: {found}")
+        query, document, grade = found
+        if grade > 0:
+            relevant.setdefault(query, []).append(document)
     return relevant
-
-
-def _is_whole(text: str) -> bool:
-    return text.strip().lstrip("+-").isdecimal()
 
 
 def _objects(reader: JsonLines) -> Iterator[tuple[int, int, dict[str, Any]]]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
+from vembed.evaluation.ranking_keys import NOTHING, as_keys, documents_of, scores_of
 from vembed.mining.known import Pairs
 from vembed.mining.vectors import VectorStore
 
@@ -24,9 +25,6 @@ MANY = 65_536
 WAITING = 48
 """Candidates per query that may wait before they are sorted in and the threshold rises."""
 GATHERED_QUERIES = 8192
-
-NOTHING = torch.iinfo(torch.int64).min
-_LOW_32 = 0xFFFFFFFF
 
 
 class TopK:
@@ -197,25 +195,6 @@ def pair_scores(queries_QD: Tensor, store: VectorStore, pairs: Pairs, session: S
             found[part] = torch.einsum("nd,nd->n", queries_QD[pairs.queries[part]], documents)
     # Each pair's document is in one shard, so all other ranks add 0.
     return collectives.sum_tensor(found).numpy()
-
-
-def as_keys(scores: Tensor, documents: Tensor) -> Tensor:
-    """One whole number per score and document that sorts as (score, lower number) does, without ties."""
-    bits = (scores.contiguous() + 0.0).view(torch.int32)  # + 0.0: there is one zero
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    return (ordered << 32) + (_LOW_32 - documents)
-
-
-def documents_of(keys: Tensor) -> Tensor:
-    """The documents of keys, -1 for NOTHING."""
-    return torch.where(keys == NOTHING, -1, _LOW_32 - (keys & _LOW_32))
-
-
-def scores_of(keys: Tensor) -> Tensor:
-    """The scores of keys, -inf for NOTHING."""
-    ordered = (keys >> 32).to(torch.int32)
-    bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
-    return torch.where(keys == NOTHING, -torch.inf, bits.view(torch.float32))
 
 
 def _merged(keys_QK: Tensor, k: int, world_size: int) -> Tensor:

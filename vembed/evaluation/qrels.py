@@ -1,0 +1,42 @@
+"""Qrels: the lines of a file of judgements, in the format of BEIR or of trec_eval."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vembed.errors import UserError
+
+
+def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
+    """Yield where each line is, and its query, document and grade; or what is wrong with the line."""
+    with readable(path), path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            fields = line.rstrip("\r\n").split("\t")
+            if len(fields) == 1 and len(words := line.split()) == 4:
+                fields = [words[0], words[2], words[3]]  # trec_eval's format: query, 0, document, grade
+            if number == 1 and not _is_whole(fields[-1]):
+                continue  # header line
+            where = f"{path}:{number}"
+            if len(fields) != 3 or not _is_whole(fields[2]):
+                yield where, "not query-id, corpus-id and a whole score, separated by tabs"
+            else:
+                yield where, (fields[0], fields[1], int(fields[2]))
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise UserError where a file cannot be opened, or is not text."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start:,d}") from error
+
+
+def _is_whole(text: str) -> bool:
+    return text.strip().lstrip("+-").isdecimal()
