@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,23 @@ class FolderTexts:
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return the token ids of a text with its prompt."""
-        ids: list[int] = self.tokenizer(
-            self.prompts.get(kind or "", "") + text, truncation=True, max_length=self.max_length
-        ).input_ids
+        return self.all_token_ids([text], kind)[0]
+
+    def all_token_ids(self, texts: Sequence[str], kind: Kind | None) -> list[list[int]]:
+        """Return the token ids of each text with its prompt."""
+        prompt = self.prompts.get(kind or "", "")
+        given = [prompt + text for text in texts]
+        ids: list[list[int]] = self.tokenizer(given, truncation=True, max_length=self.max_length).input_ids
         return ids
 
-    def padded(self, texts: list[str], kind: Kind | None, length: int | None = None) -> dict[str, np.ndarray]:
+    def padded(self, ids: Sequence[Sequence[int]], length: int | None = None) -> dict[str, np.ndarray]:
         """Return int64 `input_ids` and `attention_mask` of a batch, padded to its longest text or to a length."""
-        given = [self.prompts.get(kind or "", "") + text for text in texts]
-        found = self.tokenizer(
-            given,
-            padding="max_length" if length else True,
-            truncation=True,
-            max_length=length or self.max_length,
-            return_attention_mask=True,
-            return_tensors="np",
-        )
-        return {name: found[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
+        shape = (len(ids), length or max(len(one) for one in ids))
+        padded, mask = np.full(shape, self.tokenizer.pad_token_id, np.int64), np.zeros(shape, np.int64)
+        for row, one in enumerate(ids):
+            place = slice(shape[1] - len(one), None) if self.tokenizer.padding_side == "left" else slice(len(one))
+            padded[row, place], mask[row, place] = one, 1
+        return {"input_ids": padded, "attention_mask": mask}
 
 
 def write_texts(folder: Path, query_prompt: str, document_prompt: str, max_length: int, similarity: str) -> None:

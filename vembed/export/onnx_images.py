@@ -18,8 +18,8 @@ from vembed.data.images import load_image
 from vembed.evaluation.dataset import EvalData, RetrievalData
 from vembed.export.check import ImageCheck, distances, length_error
 from vembed.export.formats import ExportJob
-from vembed.export.graph import OUTPUT, ImageGraph
-from vembed.export.onnx_graphs import save_graph, write_in
+from vembed.export.graph import ImageGraph
+from vembed.export.onnx_graphs import open_session, run_batches, save_graph, write_in
 from vembed.families.description import IMAGE_TOWER_FOLDER
 from vembed.inference.embedder import Embedder, to_item
 
@@ -28,7 +28,6 @@ PIXELS = "pixel_values"
 NUM_IMAGES = 40
 MATRIX_PRODUCTS = ("MatMul", "Gemm")
 """Operators in int8: onnxruntime has no convolution of int8 weights, so that patch embeddings stay as they are."""
-BATCH = 8
 
 
 def image_inputs(embedder: Embedder) -> Mapping[str, Tensor]:
@@ -51,23 +50,15 @@ class OnnxImages:
     """The images of an ONNX export in onnxruntime, with the image processor of its folder."""
 
     def __init__(self, folder: Path) -> None:
-        import onnxruntime
-
         self.runtime = f"onnxruntime {version('onnxruntime')}"
         tower = folder / IMAGE_TOWER_FOLDER
         self.processor: Any = AutoImageProcessor.from_pretrained(tower if tower.is_dir() else folder)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        self.session: Any = onnxruntime.InferenceSession(
-            folder / IMAGE_FILE, options, providers=["CPUExecutionProvider"]
-        )
+        self.session: Any = open_session(folder / IMAGE_FILE)
 
     def encode(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Return [n, d] embeddings of images in RGB."""
-        found = []
-        for start in range(0, len(images), BATCH):
-            pixels = self.processor(images=list(images[start : start + BATCH]), return_tensors="pt")[PIXELS]
-            found.append(self.session.run([OUTPUT], {PIXELS: pixels.numpy().astype(np.float32)})[0])
+        given = [self.processor(images=[one], return_tensors="pt")[PIXELS].numpy() for one in images]
+        found = run_batches(self.session, [{PIXELS: pixels.astype(np.float32)} for pixels in given])
         return np.concatenate(found).astype(np.float32)
 
 

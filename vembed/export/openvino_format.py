@@ -74,6 +74,6 @@ class OpenvinoReader:
         """Return [n, d] embeddings."""
         found = []
         for start in range(0, len(texts), 16):
-            given = self.texts.padded(texts[start : start + 16], kind)
+            given = self.texts.padded(self.texts.all_token_ids(texts[start : start + 16], kind))
             found.append(np.array(self.model({name: given[name] for name in self.names})[OUTPUT], np.float32))
         return np.concatenate(found)
