@@ -1,13 +1,15 @@
 """Evaluation data: what counts as relevant, what counts as the same, and what is wrong with a file, by line."""
 
 import json
+import tracemalloc
 
+import numpy as np
 import pytest
 
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example, Item, ReadAs
 from vembed.errors import UserError
-from vembed.evaluation.corpus import Corpus
+from vembed.evaluation.corpus import Corpus, read_corpus
 from vembed.evaluation.dataset import RetrievalData, ScoredPairs, from_examples, open_eval_data
 
 
@@ -187,6 +189,33 @@ def test_names_and_contents_that_occur_twice_in_a_corpus(tmp_path):
     data = opened(folder, on_bad_record="skip")
     assert found(data) == {"first": {"2": 1}, "second": {"1": 2}}
     assert data.notes[-1] == "joined 1 documents with equal content"
+
+
+def test_the_lines_of_names_that_occur_twice(tmp_path):
+    records = [{"_id": name, "text": str(number)} for number, name in enumerate("ab_acb")]
+    records[2] = ""
+    problems = []
+    read_corpus(write_lines(tmp_path / "corpus.jsonl", records), problems)
+    assert [one.rpartition("jsonl:")[2] for one in problems] == ["4: _id a occurs twice", "6: _id b occurs twice"]
+
+
+def test_a_corpus_takes_a_few_bytes_for_each_document(tmp_path):
+    def bytes_of(num_documents):
+        lines = [{"_id": f"d{row}", "text": f"text {row} " + "word " * 9} for row in range(num_documents)]
+        path = write_lines(tmp_path / f"{num_documents}.jsonl", lines)
+        del lines
+        tracemalloc.start()
+        held, peak = (0, 0)
+        try:
+            corpus = read_corpus(path, [])
+            held, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert len(corpus.documents) == num_documents
+        return np.array([held, peak])
+
+    held, peak = (bytes_of(2_500) - bytes_of(500)) / 2_000
+    assert held < 48 and peak < 100, (held, peak)
 
 
 def test_choice_of_qrels(tmp_path):

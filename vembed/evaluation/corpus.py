@@ -11,12 +11,12 @@ from typing import Any, overload
 import numpy as np
 
 from vembed.data.examples import BadRecord, Item, ReadAs
-from vembed.data.readers import JsonLines
+from vembed.data.readers import JsonLines, Part
 from vembed.errors import UserError
 
 
 class Corpus(Sequence[Item]):
-    """Documents that are read when they are asked for; 28 bytes are held for each."""
+    """Documents that are read when they are asked for; 24 bytes are held for each."""
 
     def __init__(self, reader: JsonLines, rows: dict[str, np.ndarray], settings: ReadAs | None = None) -> None:
         """`rows`: `starts` and `sizes` of the lines, `lengths` of the texts in characters, `keys` of the contents."""
@@ -63,6 +63,7 @@ class Identities:
     hashes: np.ndarray
     """int64 [n], in ascending order."""
     numbers: np.ndarray
+    """int32 [n]"""
 
     def find(self, identity: str) -> int | None:
         """Return the number of a document; None: there is none of this name."""
@@ -83,7 +84,8 @@ class FoundCorpus:
 def read_corpus(path: Path, problems: list[str]) -> FoundCorpus:
     """Read a corpus once, without holding its texts. What is wrong with records is added to `problems`."""
     reader = JsonLines(path)
-    rows = {name: array("q") for name in ("starts", "sizes", "lengths", "keys", "hashes", "lines")}
+    # 32 bytes for each document. Lines are not among them: they are counted again for the few that are named.
+    rows = {"starts": array("q"), "sizes": array("I"), "lengths": array("i"), "keys": array("q"), "hashes": array("q")}
     found: list[tuple[int, str]] = []
     for start, size, line, record in reader.scan():
         given = identified_text(record)
@@ -91,24 +93,24 @@ def read_corpus(path: Path, problems: list[str]) -> FoundCorpus:
             found.append((line, given))
             continue
         identity, text = given
-        values = start, size, len(text), Item(text=text).key(), _hash(identity), line
+        values = start, size, len(text), Item(text=text).key(), _hash(identity)
         for one, value in zip(rows.values(), values, strict=True):
             one.append(value)
-    held = {name: np.frombuffer(one, np.int64) if one else np.empty(0, np.int64) for name, one in rows.items()}
-    repeated = _repeats(held["hashes"])
+    held = {name: np.frombuffer(one, one.typecode) if one else np.empty(0, one.typecode) for name, one in rows.items()}
+    repeated, at, line = _repeats(held["hashes"]), 0, 1
     for row in np.flatnonzero(repeated):
-        record = reader.read(int(held["starts"][row]), int(held["sizes"][row]))
+        start = int(held["starts"][row])
+        record = reader.read(start, int(held["sizes"][row]))
         name = record["_id"] if isinstance(record, dict) else ""
-        found.append((int(held["lines"][row]), f"_id {name} occurs twice"))
+        line += reader.num_lines(Part(at, start))
+        found.append((line, f"_id {name} occurs twice"))
+        at = start
     problems += [f"{reader.where(line)}: {reason}" for line, reason in sorted(found)]
-    held = {name: values[~repeated] for name, values in held.items()}
-    is_copy = _repeats(held["keys"])
-    order = np.argsort(held["hashes"])
-    # A copy keeps its `_id`, which names the first document of its content: qrels may use either.
-    identities = Identities(held["hashes"][order], _numbers(held["keys"], is_copy)[order])
-    kept = {name: held[name][~is_copy] for name in ("starts", "sizes", "lengths", "keys")}
-    kept |= {name: kept[name].astype(np.int32) for name in ("sizes", "lengths")}
-    return FoundCorpus(Corpus(reader, kept), identities, int(is_copy.sum()))
+    held = _without(held, repeated)
+    hashes, is_copy = held.pop("hashes"), _repeats(held["keys"])
+    order = np.argsort(hashes)
+    identities = Identities(hashes[order], _numbers(held["keys"], is_copy)[order])
+    return FoundCorpus(Corpus(reader, _without(held, is_copy)), identities, int(is_copy.sum()))
 
 
 def identified_text(record: Any) -> tuple[str, str] | str:
@@ -132,17 +134,27 @@ def _hash(identity: str) -> int:
     return Item(text=identity).key()
 
 
+def _without(rows: dict[str, np.ndarray], is_left_out: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the columns without some rows. Most corpora lose none, and their columns are not copied."""
+    return {name: values[~is_left_out] for name, values in rows.items()} if is_left_out.any() else rows
+
+
 def _repeats(keys: np.ndarray) -> np.ndarray:
     """Return, per key, whether an equal one stands before it."""
-    order = np.argsort(keys, kind="stable")
     repeated = np.zeros(len(keys), bool)
+    ordered = np.sort(keys)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return repeated
+    order = np.argsort(keys, kind="stable")
     repeated[order[1:]] = keys[order[1:]] == keys[order[:-1]]
     return repeated
 
 
 def _numbers(keys: np.ndarray, is_copy: np.ndarray) -> np.ndarray:
-    """Return, per record, the number of its content among the contents in the order of the file."""
+    """Return, per record, the number of its content among the contents in the order of the file (int32 [n])."""
+    if not is_copy.any():
+        return np.arange(len(keys), dtype=np.int32)
     firsts = keys[~is_copy]
     order = np.argsort(firsts)
-    numbers: np.ndarray = order[np.searchsorted(firsts, keys, sorter=order)]
+    numbers: np.ndarray = order[np.searchsorted(firsts, keys, sorter=order)].astype(np.int32)
     return numbers
