@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from vembed.config.schema import TrainConfig
+from vembed.data import readers
 from vembed.data.examples import Example, Item, ReadAs
 from vembed.errors import UserError
 from vembed.evaluation.corpus import Corpus, read_corpus
@@ -199,7 +200,9 @@ def test_the_lines_of_names_that_occur_twice(tmp_path):
     assert [one.rpartition("jsonl:")[2] for one in problems] == ["4: _id a occurs twice", "6: _id b occurs twice"]
 
 
-def test_a_corpus_takes_a_few_bytes_for_each_document(tmp_path):
+def test_a_corpus_takes_a_few_bytes_for_each_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "PIECE_BYTES", 2**12)  # what is parsed at a time is not counted
+
     def bytes_of(num_documents):
         lines = [{"_id": f"d{row}", "text": f"text {row} " + "word " * 9} for row in range(num_documents)]
         path = write_lines(tmp_path / f"{num_documents}.jsonl", lines)
