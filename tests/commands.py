@@ -110,6 +110,8 @@ def _main(
     max_file_bytes: int | None,
 ) -> NoReturn:
     """Become the command. Runs in a process that the server has forked."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler  # torchrun's own Popen
+
     os.setsid()
     _die_with_parent()
     os.chdir(folder)
@@ -124,7 +126,7 @@ def _main(
     else:
         os.closerange(0, 3)
         sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]
-    subprocess.Popen = _ForkingPopen  # type: ignore[misc]
+    subprocess.Popen = subprocess_handler.Popen = _ForkingPopen  # type: ignore[misc]
     _run(module, words)
 
 

@@ -9,7 +9,7 @@ import os
 
 ARCHITECTURES = (
     "bert", "clip", "convnext", "dinov2", "distilbert", "gemma3", "gpt2", "llama", "mistral", "modernbert", "mpnet",
-    "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_vl", "roberta", "siglip", "t5", "vit", "xlm_roberta",
+    "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_vl", "roberta", "siglip", "siglip2", "t5", "vit", "xlm_roberta",
 )  # fmt: skip
 MODULES = [
     "numpy.testing",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Command
+from tests.commands import command
 from tests.tiny import shared, tiny_bert
 from vembed.config.loading import load_config
 from vembed.config.options import all_options
@@ -182,10 +180,9 @@ def test_accelerate_launch_without_gpus_says_what_to_type(
     vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Accelerate then starts one process, without a rank, however many were asked for."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--mixed_precision", "no"]
-    words = ["--num_machines", "1", "--dynamo_backend", "no", "-m", "vembed.entrypoints.train", cfg, "--dry-run"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, *words], env=env, capture_output=True, text=True, check=False)
+    options = ["--num_processes", "2", "--mixed_precision", "no", "--num_machines", "1", "--dynamo_backend", "no"]
+    words = [*options, "-m", "vembed.entrypoints.train", cfg, "--dry-run"]
+    done = command(*words, module="accelerate.commands.launch")
     assert done.returncode != 0
     assert "error: accelerate launch was asked for several processes (MASTER_ADDR=127.0.0.1 is set)" in done.stderr
     assert "run `vembed train CONFIG --nproc N`" in done.stderr

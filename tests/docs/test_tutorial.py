@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import signal
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.commands import start
 from tests.docs.pages import ROOT, blocks
+from tests.harness import LIMIT
 from tests.tiny import shared, tiny_bert_st
 from vembed.cli import app
 from vembed.distributed.launch import free_port
@@ -34,14 +37,20 @@ def steps() -> list[tuple[str, str]]:
 @contextmanager
 def started(words: list[str]) -> Iterator[None]:
     """The command in another terminal; it says when it is ready."""
-    with subprocess.Popen([sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and "POST /v1/embeddings" in process.stdout.readline()
-            yield
-        finally:
-            process.terminate()
-            rest = process.communicate(timeout=120)[0]
-        assert process.returncode == 0 and rest == "stopped\n"
+    said = Path("said.txt")
+    said.touch()
+    process = start(*words[1:], module=words[0], stdout=said)
+    try:
+        until = time.monotonic() + LIMIT
+        while not said.read_text().endswith("\n"):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.02)
+        assert "POST /v1/embeddings" in said.read_text()
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(LIMIT)
+    assert code == 0 and said.read_text().splitlines()[1:] == ["stopped"]
 
 
 def test_the_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,12 +231,12 @@ fitting = Merge([open_source(one) for one in sys.argv[1:3]], None)
 fitting.write(Recipe("slerp", (1.0, 1.0)), Path(sys.argv[3]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, before)
 """
-BYTES = 256 * 2**20
+BYTES = 128 * 2**20
 
 
 def test_memory_does_not_grow_with_the_models(tmp_path):
-    """Two models of one tensor of 256 MB each: less than 100 MB is needed on top of the imports, so two models of 1 GB
-    stay far below 1.5 GB."""
+    """Two models of one tensor of 128 MiB each: less than 100 MB is needed on top of the imports, which is less than
+    one of them."""
     for name in ("a", "b"):
         folder = tmp_path / name
         folder.mkdir()
