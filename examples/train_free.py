@@ -73,7 +73,7 @@ def main() -> None:
         if given.baseline:  # without Z there is no kl
             own.append(f"auxiliary_losses={json.dumps({loss: weights[loss] for loss in weights if loss != 'kl'})}")
         results[name] = vembed.train(given.config, [*own, *options], on_step=show if ranks.rank == 0 else None)
-        if ranks.rank == 0 and stage["loss"] == "none":
+        if ranks.rank == 0:
             print(f"{name}: {losses_on_other_texts(results[name].model_dir, sizes, data)}")
     if ranks.rank == 0:
         trained = list(results.values())

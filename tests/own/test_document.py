@@ -270,7 +270,7 @@ def test_the_documents_command_trains(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(re.findall(r"^Loss: \d+\.\d{4}$", done.stdout, re.MULTILINE)) == 9, "one line per step, from rank 0"
     assert re.search(r"^embedding: nDCG@10 0\.\d{4}, and 0\.\d{4} before all training$", done.stdout, re.MULTILINE)
-    for stage in ("open", "pretrain"):
+    for stage in ("open", "pretrain", "embed"):
         losses = r"KL [\d.]+ nats per token \(0\.347 are free\); next-token loss [\d.]+ with Z, [\d.]+ with the Z of"
         assert re.search(f"^{stage}: {losses}", done.stdout, re.MULTILINE), done.stdout
     log = (tmp_path / "pretrain" / "training_log.txt").read_text()
