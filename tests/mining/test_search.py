@@ -38,7 +38,7 @@ def test_equal_to_a_sort(num_queries, num_documents, k, first, monkeypatch):
     monkeypatch.setattr(search, "QUERY_TILE", 16)
     monkeypatch.setattr(search, "DOCUMENT_TILE", 70)
     monkeypatch.setattr(search, "FIRST", first)
-    monkeypatch.setattr(search, "MANY", 300)
+    monkeypatch.setattr(search, "BLOCK", 8)
     draw = np.random.default_rng(num_documents * k)
     # Whole numbers give exact sums and many ties.
     queries = draw.integers(-2, 3, (num_queries, 6)).astype(np.float32)
@@ -67,3 +67,32 @@ def test_nothing_is_lost_where_later_documents_are_better(monkeypatch):
     documents = torch.linspace(-1, 1, 3000)[:, None]
     found, _ = found_by_tiles(torch.ones(3, 1), documents, 20, Pairs.of(np.zeros(0), np.zeros(0)), 512)
     assert found.tolist() == [list(range(2999, 2979, -1))] * 3
+
+
+@pytest.mark.parametrize("document_tile", [32, 500])
+@pytest.mark.parametrize("in_vain", [0, 8])
+@pytest.mark.parametrize("instructions", ["of this machine", None])
+def test_exact_whatever_the_first_pass_rounds(document_tile, in_vain, instructions, monkeypatch):
+    """Scores that bfloat16 and the float32 of a product in tiles do not tell apart, lengths that differ, and queries
+    whose best score is negative: the result is that of a sort of all float32 scores, bit by bit."""
+    monkeypatch.setattr(search, "QUERY_TILE", 8)
+    monkeypatch.setattr(search, "DOCUMENT_TILE", document_tile)
+    monkeypatch.setattr(search, "FIRST", 600)
+    monkeypatch.setattr(search, "IN_VAIN", in_vain)
+    if instructions is None:
+        monkeypatch.setattr(search, "bf16_instructions", lambda: None)
+    draw = torch.Generator().manual_seed(0)
+    documents = torch.randn(150, 24, generator=draw).repeat(10, 1)
+    documents += 1e-5 * torch.randn(documents.shape, generator=draw)
+    documents *= torch.rand(len(documents), 1, generator=draw) + 0.5
+    queries = torch.randn(20, 24, generator=draw)
+    documents[:, 0] = documents[:, 0].abs() + 0.1
+    queries[0] = -torch.eye(24)[0]  # every score is negative
+    k = 30
+    found, scores = found_by_tiles(queries, documents, k, Pairs.of(np.arange(20), np.arange(20)), 700)
+    row, column = torch.arange(len(queries)), torch.arange(len(documents))
+    exact = search.products(queries, row.repeat_interleave(len(column)), documents, column.repeat(len(row)))
+    exact = exact.view(len(row), len(column)).numpy()
+    wanted = found_by_sort(exact, k, Pairs.of(np.arange(20), np.arange(20)))
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(scores, np.take_along_axis(exact, wanted, axis=1))
