@@ -82,7 +82,7 @@ class _Vectors:
 
     def __init__(self, vectors_ND: Tensor) -> None:
         self.vectors = vectors_ND
-        self.lengths = torch.linalg.vector_norm(vectors_ND, dim=1)
+        self.lengths: Tensor = torch.linalg.vector_norm(vectors_ND, dim=1)
         self._rounded: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def rounded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -151,7 +151,7 @@ class _QueryTile:
         |qd - q'd'| <= |q - q'||d| + |q'||d - d'|, and each of two sums of D products is rounded in float32."""
         lost_Q, lost_S = self.queries.rounded(self.dtype)[1], documents.rounded(self.dtype)[1]
         lengths_Q, longest = self.queries.lengths, documents.lengths.amax()
-        sums = documents.vectors.shape[1] * 2.0**-22 * lengths_Q * longest + 1e-30
+        sums = lengths_Q * longest * (documents.vectors.shape[1] * 2 * torch.finfo(torch.float32).eps) + 1e-30
         return lost_Q * longest + (lengths_Q + lost_Q) * lost_S.amax() + sums
 
     def _lowest(self, error: Tensor) -> Tensor:
@@ -265,7 +265,8 @@ def pair_scores(queries_QD: Tensor, store: VectorStore, pairs: Pairs, session: S
 def products(queries_QD: Tensor, query: Tensor, documents_SD: Tensor, document: Tensor) -> Tensor:
     """[N] the float32 products of pairs of rows, whose bits depend on nothing but the two rows."""
     missing = -len(query) % ROWS
-    parts = zip(*(torch.nn.functional.pad(one, (0, missing)).split(ROWS) for one in (query, document)), strict=True)
+    padded = (torch.nn.functional.pad(one, (0, missing)) for one in (query, document))
+    parts = zip(*(torch.split(one, ROWS) for one in padded), strict=True)
     # index_select copies whole rows, which [...] does not.
     found = [
         queries_QD.index_select(0, these).mul_(documents_SD.index_select(0, those)).sum(1) for these, those in parts
