@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.losses.batches import SIZES, assert_close, check, config_of, gradients, make_batch, term_sizes
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
+from vembed.losses.candidates import ExclusionMask
 from vembed.losses.distillation import BatchDivergence, Relational, SpreadOut
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.sigmoid import SigmoidLoss
@@ -190,3 +191,19 @@ def test_tiles_keep_to_their_share_of_memory() -> None:
         tiling = Tiling.for_scores(scores_per_row, embeddings)
         assert tiling.rows == 16 or tiling.rows * scores_per_row * 4 <= 192 * MEBIBYTE
         assert tiling.rows * tiling.columns * 4 <= 32 * MEBIBYTE
+
+
+@pytest.mark.parametrize("num_contents", [3, 40, 4000])
+@pytest.mark.parametrize("slots", [(1, 1), (2, 1), (4, 3)])
+def test_what_is_left_out_by_places_is_what_all_keys_say(num_contents: int, slots: tuple[int, int]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    row_keys, column_keys = (
+        torch.randint(0, num_contents, (50, width), generator=draw, dtype=torch.int32) for width in slots
+    )
+    row_keys[::3, 1:], column_keys[::2, 1:] = -1, -2
+    rule = ExclusionMask(row_keys, column_keys)
+    for rows, columns in ((slice(0, 50), slice(0, 50)), (slice(7, 30), slice(20, 21)), (slice(3, 3), slice(0, 9))):
+        expected = (row_keys[rows, None, :, None] == column_keys[None, columns, None, :]).flatten(2).any(2)
+        found, given = torch.zeros_like(expected), rule.left_out(rows, columns)
+        found[given] = True
+        assert torch.equal(found, expected)

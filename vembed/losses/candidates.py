@@ -30,16 +30,20 @@ class ExclusionMask:
     column_keys: Tensor
     """[C, S'] int32 keys of the columns; unused slots are -2."""
 
-    def mask(self, rows: slice, columns: slice) -> Tensor:
-        """Return a bool mask [rows, columns], true where the candidate is left out."""
+    def left_out(self, rows: slice, columns: slice) -> Tensor | tuple[Tensor, Tensor]:
+        """Return what is left out: a bool mask [rows, columns], or the places of what it holds if that is little."""
         row_keys, column_keys = _trimmed(self.row_keys[rows]), _trimmed(self.column_keys[columns])
-        # One [rows, columns] comparison per pair of slots. A single broadcast would need [rows, columns, S, S'].
-        mask = row_keys[:, :1] == column_keys[:, 0]
-        for slot in range(row_keys.shape[1]):
-            for column_slot in range(column_keys.shape[1]):
-                if slot or column_slot:
-                    mask |= row_keys[:, slot, None] == column_keys[:, column_slot]
-        return mask
+        # On a CPU a comparison of all keys takes almost as long as the scores, and most columns have no key of any row.
+        # On a GPU it is cheap, and the number of places would have to be waited for.
+        if row_keys.device.type != "cpu" or not row_keys.numel():
+            return _any_equal(row_keys, column_keys)
+        ordered = row_keys.flatten().sort().values
+        at = torch.searchsorted(ordered, column_keys.contiguous()).clamp_(max=ordered.numel() - 1)
+        some = (ordered[at] == column_keys).any(1).nonzero()[:, 0]
+        if 4 * some.numel() > column_keys.shape[0]:
+            return _any_equal(row_keys, column_keys)
+        row, column = _any_equal(row_keys, column_keys[some]).nonzero(as_tuple=True)
+        return row, some[column]
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +306,17 @@ def join_equal(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     # Equal values of `right` are adjacent after sorting: match number w of left[i] is at first[i] + w.
     within = torch.arange(rows.numel(), device=left.device) - (count.cumsum(0) - count)[rows]
     return rows, order[first[rows] + within]
+
+
+def _any_equal(row_keys: Tensor, column_keys: Tensor) -> Tensor:
+    """Return a bool mask [rows, columns], true where any of the keys are equal."""
+    # One [rows, columns] comparison per pair of slots. A single broadcast would need [rows, columns, S, S'].
+    mask = row_keys[:, :1] == column_keys[:, 0]
+    for slot in range(row_keys.shape[1]):
+        for column_slot in range(column_keys.shape[1]):
+            if slot or column_slot:
+                mask |= row_keys[:, slot, None] == column_keys[:, column_slot]
+    return mask
 
 
 def _trimmed(keys: Tensor) -> Tensor:

@@ -27,6 +27,9 @@ from vembed.losses.targets import Guide, TeacherVectors
 
 MEBIBYTE = 2**20
 
+LeftOut = Tensor | tuple[Tensor, Tensor]
+"""A bool mask of a tile, or the rows and columns of single scores."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
@@ -353,9 +356,9 @@ class _Blocks:
         target = None if self.teacher is None else self.teacher.pair_scores(anchor, position)
         return _Explicit(pairs, scores, row, anchor, position, target)
 
-    def _left_out(self, tile: _Tile, block: _RowBlock, columns: Columns) -> list[Tensor]:
-        """Masks [n, t] of what no size counts; and the teacher's scores of the tile, where they are asked for."""
-        masks = [rule.mask(block.rows, tile.within) for rule in tile.score_block.exclusion_masks]
+    def _left_out(self, tile: _Tile, block: _RowBlock, columns: Columns) -> list[LeftOut]:
+        """What no size counts of a tile [n, t]; and the teacher's scores of the tile, where they are asked for."""
+        masks = [rule.left_out(block.rows, tile.within) for rule in tile.score_block.exclusion_masks]
         anchors = self._positions(tile.score_block.anchor, block.rows)
         if self.guide is not None and columns.guide is not None and block.guide_ceilings is not None:
             found = self._scratch(0, tile.logits[0])
@@ -379,8 +382,11 @@ class _Blocks:
                 products.addmm_(scaled[:, part], x[:, part].T)
             if k < self.num_sizes - 1:
                 self._with_prefix_scales(products, k, tile, block.rows, columns, logits)
-            for mask in left_out:
-                logits.masked_fill_(mask, LEFT_OUT)
+            for one in left_out:
+                if isinstance(one, Tensor):
+                    logits.masked_fill_(one, LEFT_OUT)
+                else:
+                    logits[one] = LEFT_OUT
             if block.ceilings is not None:
                 logits.masked_fill_(logits > block.ceilings[k, :, None], LEFT_OUT)
             if counts:
