@@ -33,7 +33,9 @@ OWN_STYLE = """
 .runs td.best { font-weight: 650; } .runs td.best small { font-weight: 400; }
 .values td { white-space: normal; overflow-wrap: anywhere; min-width: 5.5rem; }
 .values th { overflow-wrap: anywhere; min-width: 5.5rem; }
-section h3.group { margin-top: 1.6rem; }
+@media (max-width: 40rem) { .runs small { white-space: normal; }
+  .scores td:first-child { white-space: nowrap; min-width: 0; } }
+details.group { margin-top: .9rem; } .group summary { cursor: pointer; font-weight: 600; padding: .3rem 0; }
 .bar { display: flex; height: .55rem; margin: .2rem 0 1.2rem; overflow: hidden; border-radius: .3rem; gap: 2px; }
 .bar span { display: block; min-width: 2px; }
 .bar .won { background: var(--good); } .bar .lost { background: var(--bad); } .bar .same { background: var(--line); }
@@ -55,12 +57,12 @@ def comparison_html(runs: SeveralRuns) -> str:
         _header(runs),
         _warnings(runs),
         _section("Scores", _scores(runs)),
+        _section("Settings that differ", _settings(runs)),
         _section("Over time", _charts(runs)),
         *(
             _section(f"Queries: {one.name} against {runs.entrants[0].name}", _queries(one, runs))
             for one in runs.against
         ),
-        _section("Settings that differ", _settings(runs)),
         _section("The runs", _facts(runs)),
     ]
     return (
@@ -160,7 +162,7 @@ def _scores(runs: SeveralRuns) -> str:
         f'<p class="lead">Under each score: its difference from {first}, with the 95 % interval of the paired '
         "bootstrap over the queries. Green and red: more than chance.</p>"
     )
-    return f'{note}<div class="scroll"><table class="runs">{head}<tbody>{"".join(rows)}</tbody></table></div>'
+    return f'{note}<div class="scroll"><table class="runs scores">{head}<tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def _difference(runs: SeveralRuns, number: int, key: str) -> str:
@@ -210,7 +212,8 @@ def _queries(one: Against, runs: SeveralRuns) -> str:
             table = changed_table(changed, has_pictures=True)
             header = ("query", "relevant", f"found by {first}", f"found by {one.name}", "score")
             named = Table(header, table.rows, table.pictures)
-            parts.append(f'<h3 class="group">{title}</h3>{queries_html(named)}')
+            summary = f"{title}: the {len(changed)} with the largest difference" if len(changed) > 1 else title
+            parts.append(f'<details class="group"><summary>{summary}</summary>{queries_html(named)}</details>')
     return "".join(parts)
 
 

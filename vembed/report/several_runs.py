@@ -14,8 +14,8 @@ from vembed.report.query_changes import Changed, Comparison, compare_results, pa
 from vembed.report.record import TABLE, RunRecord, metric_name, read_run
 from vembed.report.report import curves
 
-NEVER_COMPARED = ("output_dir", "run_name")
-"""Settings that differ between any two runs."""
+NEVER_COMPARED = ("output_dir", "run_name", "resume")
+"""Settings that differ between any two runs, and those that change no result."""
 
 
 @dataclass(frozen=True)
