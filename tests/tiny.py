@@ -168,9 +168,9 @@ def tiny_reranker(directory: Path, *, hidden: int = 16) -> Path:
     return _save(directory, tokenizer, lambda: BertForSequenceClassification(config))
 
 
-def tiny_bert_st(directory: Path, *, dropout: float = 0.0, **files: Any) -> Path:
+def tiny_bert_st(directory: Path, *, layers: int = 2, dropout: float = 0.0, **files: Any) -> Path:
     """A BERT as Sentence Transformers saves it (mean pooling and normalisation unless said otherwise)."""
-    return add_sentence_transformers_files(tiny_bert(directory, dropout=dropout), **files)
+    return add_sentence_transformers_files(tiny_bert(directory, layers=layers, dropout=dropout), **files)
 
 
 def tiny_distilbert(directory: Path) -> Path:
@@ -454,12 +454,13 @@ def tiny_clip(directory: Path, *, layers: int = 2, dropout: float = 0.0) -> Path
     return _save(directory, None, lambda: CLIPModel(config))
 
 
-def tiny_siglip(directory: Path) -> Path:
+def tiny_siglip(directory: Path, *, layers: int = 2) -> Path:
     """A SigLIP: texts are padded to its 16 positions, and it learns scale and bias."""
     from transformers import SiglipConfig, SiglipModel
 
     tokenizer = siglip_tokenizer()
     text, vision = _siglip_towers(len(tokenizer))
+    text["num_hidden_layers"] = vision["num_hidden_layers"] = layers
     config = SiglipConfig(text_config=text, vision_config=vision | {"image_size": IMAGE_SIZE})
     save_image_processor(directory, "SiglipImageProcessor")
     return _save(directory, tokenizer, lambda: SiglipModel(config))

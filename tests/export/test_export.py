@@ -29,11 +29,16 @@ QUERY_PROMPT = "red green: "
 
 
 def model_folder() -> Path:
+    """One layer, as in the model of images: tracing takes seconds for each."""
     return shared(_model)
 
 
 def _model(folder: Path) -> Path:
-    return tiny_bert_st(folder, prompts={"query": QUERY_PROMPT, "document": ""}, dense_dim=24)
+    return tiny_bert_st(folder, layers=1, prompts={"query": QUERY_PROMPT, "document": ""}, dense_dim=24)
+
+
+def siglip_folder() -> Path:
+    return shared(tiny_siglip, layers=1)
 
 
 def run(*words: object) -> Result:
@@ -145,7 +150,7 @@ def test_a_broken_export_is_refused(
 def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with texts of fixed length and images, in ONNX."""
     folder = tmp_path_factory.mktemp("siglip") / "onnx"
-    done = run("export", shared(tiny_siglip), folder, "--format", "onnx")
+    done = run("export", siglip_folder(), folder, "--format", "onnx")
     assert done.exit_code == 0, done.output
     assert "check: 200 texts through" in done.output and "check: 40 images through" in done.output
     return folder
@@ -158,7 +163,7 @@ def as_traced(siglip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_images_have_a_graph_of_their_own(siglip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, images = vembed.Embedder(shared(tiny_siglip), device="cpu"), onnx_images.made_images(11)
+    model, images = vembed.Embedder(siglip_folder(), device="cpu"), onnx_images.made_images(11)
     found = onnx_images.OnnxImages(siglip).encode(images)
     np.testing.assert_allclose(found, model.encode(images), atol=1e-5)
     (shape,) = (one.shape for one in onnx_format.OnnxReader(siglip).session.get_inputs() if one.name == "input_ids")
@@ -166,7 +171,7 @@ def test_images_have_a_graph_of_their_own(siglip: Path, tmp_path: Path, monkeypa
     assert "40 images through the model and through onnxruntime" in (siglip / "README.md").read_text()
     as_traced(siglip, monkeypatch)
     words = ("--format", "onnx", "--precision", "int8", "--tolerance", "0.2")
-    done = run("export", shared(tiny_siglip), tmp_path / "small", *words)
+    done = run("export", siglip_folder(), tmp_path / "small", *words)
     assert done.exit_code == 0, done.output
     check = json.loads((tmp_path / "small" / "export.json").read_text())["check"]
     assert 1e-9 < check["images"]["largest_distance"] < 0.2, "it is not the float32 graph"
@@ -179,7 +184,7 @@ def test_a_broken_export_of_images_is_refused(siglip: Path, tmp_path: Path, monk
 
     as_traced(siglip, monkeypatch)
     monkeypatch.setattr(OnnxFormat, "write", broken(OnnxFormat.write, with_other_pixels))
-    done = run("export", shared(tiny_siglip), tmp_path / "out", "--format", "onnx")
+    done = run("export", siglip_folder(), tmp_path / "out", "--format", "onnx")
     assert done.exit_code == 2 and "differs from the model in its images (image processor" in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == []
 
