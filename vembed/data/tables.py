@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 import os
 import shutil
 import zlib
@@ -23,6 +24,8 @@ from vembed.data.readers import MAX_RECORD, Part
 from vembed.data.row_blocks import RowBlock, first_line, row_values
 from vembed.data.watched_files import MappedFiles
 from vembed.errors import UserError
+
+log = logging.getLogger("vembed")
 
 IN_MEMORY = 256 * 2**20
 """Parquet files up to this uncompressed size in bytes are held in memory."""
@@ -255,6 +258,8 @@ def open_hub(name: str, columns: Columns, role: Role) -> DatasetTable:
 
     repository, _, rest = name.partition(":")
     config, _, split = rest.partition(":")
+    # What is there already is not fetched again. `datasets` shows the progress of each file on stderr.
+    log.info("%s: from the Hub, into %s", name, datasets.config.HF_DATASETS_CACHE)
     try:
         found = datasets.load_dataset(repository, config or None, split=split or None)
     except (OSError, ValueError, KeyError, RuntimeError, pa.ArrowException) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Literal
 
 from vembed.config.resolved import DEFAULT, Decision, ResolvedRun
@@ -52,22 +53,25 @@ def choose_exchange(run: ResolvedRun, ranks: RankInfo, memory: int, rows: int) -
         return Decision("gather", "one process has all embeddings")
     if config.loss_exchange != "auto":
         return Decision(config.loss_exchange, f"loss_exchange: {config.loss_exchange}", source)
-    if (loss := needs_whole_batch(config)) is not None:
-        return Decision("gather", f"auto: loss: {loss} needs the embeddings of the whole batch at once")
-    if config.quantize_embeddings is not None:
-        return Decision("gather", "auto: quantize_embeddings takes its levels from the whole batch")
-    limit = GATHERED_SHARE * memory
+    every = f"{rows * ranks.world_size:,d} rows"
     # The model's files are read for its size only where some size could exceed the limit.
-    if loss_bytes(config, rows, ranks.world_size, WIDEST, "gather") <= limit:
-        return Decision("gather", f"auto: {rows * ranks.world_size:,d} rows of any size fit on every process")
-    try:
-        dim = estimate.hidden_size(config)
-    except UserError:  # raised again where the model is loaded; a session can do without one
-        return Decision("gather", "auto: the size of the embeddings is not known")
-    need = loss_bytes(config, rows, ranks.world_size, dim, "gather")
+    dim, need, limit = None, 0.0, GATHERED_SHARE * memory
+    fits = loss_bytes(config, rows, ranks.world_size, WIDEST, "gather") <= limit
+    if not fits:
+        with suppress(UserError):  # raised again where the model is loaded; a session can do without one
+            dim = estimate.hidden_size(config)
+            need = loss_bytes(config, rows, ranks.world_size, dim, "gather")
+    cost = "" if dim is None else f", {need / GIB:.2f}GB for {every} of {dim:,d} numbers, with their gradients"
+    if (loss := needs_whole_batch(config)) is not None:
+        return Decision("gather", f"auto: loss: {loss} needs the embeddings of the whole batch at once{cost}")
+    if config.quantize_embeddings is not None:
+        return Decision("gather", f"auto: quantize_embeddings takes its levels from the whole batch{cost}")
+    if dim is None:
+        known = f"{every} of any size fit on every process" if fits else "the size of the embeddings is not known"
+        return Decision("gather", f"auto: {known}")
     said = (
-        f"auto: the embeddings of {rows * ranks.world_size:,d} rows of {dim:,d} numbers, with their gradients, need "
-        f"{need / GIB:.2f}GB on every process"
+        f"auto: the embeddings of {every} of {dim:,d} numbers, with their gradients, need {need / GIB:.2f}GB on every "
+        "process"
     )
     if need > limit:
         return Decision("ring", f"{said}, more than {GATHERED_SHARE:.0%} of its {memory / GIB:.1f}GB")
