@@ -56,7 +56,7 @@ def search_row(place: Sequence[str], before: float, scores: Mapping[str, Mapping
         share += f", {above[best]:.4f} less; the seeds' range is {max(_range(ours), _range(scores[best])):.4f}"
     return (
         f"| {', '.join(place[:3])} | {before:.4f} | {_by_seed(ours)} | {_named(best)} | "
-        f"{_by_seed(scores[best])} | {share} ({len(scores) - 1} values tried) |"
+        f"{_by_seed(scores[best])} | {share} ({len(scores) - 1:,d} tried) |"
     )
 
 
@@ -91,4 +91,5 @@ def _place(run: Run) -> tuple[str, ...]:
 
 def _named(options: str) -> str:
     given = json.loads(options)
-    return ", ".join(f"`{name}: {value}`" for name, value in given.items()) or "the defaults"
+    said = {name: f"{value:g}" if isinstance(value, float) else json.dumps(value) for name, value in given.items()}
+    return ", ".join(f"`{name}: {value}`" for name, value in said.items()) or "the defaults"

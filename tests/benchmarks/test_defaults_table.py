@@ -24,9 +24,9 @@ def lines(scores: dict[str, tuple[float, ...]]) -> list[dict[str, Any]]:
     ("scores", "share"),
     [
         ({"": (0.60, 0.61, 0.62), "8e-5": (0.62, 0.63, 0.64)},
-         "85%, 0.0200 less; the seeds' range is 0.0200 (1 values tried)"),
-        ({"": (0.60, 0.61, 0.62), "8e-5": (0.90,)}, "100% (1 values tried)"),
-        ({"": (0.40, 0.41, 0.42), "8e-5": (0.40, 0.40, 0.40)}, "no gain at any value (1 values tried)"),
+         "85%, 0.0200 less; the seeds' range is 0.0200 (1 tried)"),
+        ({"": (0.60, 0.61, 0.62), "8e-5": (0.90,)}, "100% (1 tried)"),
+        ({"": (0.40, 0.41, 0.42), "8e-5": (0.40, 0.40, 0.40)}, "no gain at any value (1 tried)"),
     ],
 )  # fmt: skip
 def test_share_of_the_best_gain(
