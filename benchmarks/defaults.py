@@ -246,7 +246,8 @@ def search(trial: Trial) -> None:
     trial.before()
     has_adapters = dict(given.option).get("use_lora", False)
     ratio = ADAPTERS if has_adapters else 1.0
-    tried: list[Options] = [{"learning_rate": ratio * times * RATE[given.family]} for times in RATES]
+    rates = given.rates or [ratio * times * RATE[given.family] for times in RATES]
+    tried: list[Options] = [{"learning_rate": rate} for rate in rates]
     epochs = epochs_for(given.size, 1 if given.family == "encoder" else FROM_SCRATCH)
     tried += [{"epochs": times * epochs} for times in PASSES]
     tried += SEARCHED + (OF_ADAPTERS if has_adapters else [])
@@ -295,7 +296,7 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=32, help="tokens at which texts are cut")
     parser.add_argument("--only", nargs="*", default=[], help="options to search; all if left out")
     parser.add_argument("--steps", nargs="*", type=int, default=[20])
-    parser.add_argument("--rates", nargs="*", type=float, default=[], help="further learning rates of adapters")
+    parser.add_argument("--rates", nargs="*", type=float, default=[], help="learning rates to try")
     parser.add_argument("--full-rates", nargs="*", type=float, default=[], help="further learning rates of all weights")
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--option", nargs="*", default=[], type=_option, help="name=value, in every run")
