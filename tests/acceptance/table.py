@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -31,14 +32,20 @@ made from `promises.yaml` and the tests' marks by `python -m tests.acceptance.ta
 """
 
 
+@cache
 def promises() -> dict[str, dict[str, str]]:
     """Return row -> promise, kind, and `also`: what shows it besides tests."""
     rows: dict[str, dict[str, str]] = yaml.safe_load(PROMISES.read_text(encoding="utf-8"))
     return rows
 
 
-def marked_tests() -> Iterator[tuple[str, str]]:
-    """Yield (row, `file::test`) for every mark, without importing the tests."""
+@cache
+def marked_tests() -> tuple[tuple[str, str], ...]:
+    """Return (row, `file::test`) of every mark, without importing the tests."""
+    return tuple(_marks())
+
+
+def _marks() -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
