@@ -357,7 +357,7 @@ class _Blocks:
         return _Explicit(pairs, scores, row, anchor, position, target)
 
     def _left_out(self, tile: _Tile, block: _RowBlock, columns: Columns) -> list[LeftOut]:
-        """Masks or places of what no size counts of a tile; and the teacher's scores of it, where they are asked for."""
+        """Masks or places of what no size counts of a tile; and the teacher's scores of it, if they are asked for."""
         masks = [rule.left_out(block.rows, tile.within) for rule in tile.score_block.exclusion_masks]
         anchors = self._positions(tile.score_block.anchor, block.rows)
         if self.guide is not None and columns.guide is not None and block.guide_ceilings is not None:
