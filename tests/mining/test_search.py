@@ -70,15 +70,15 @@ def test_nothing_is_lost_where_later_documents_are_better(monkeypatch):
 
 
 @pytest.mark.parametrize("document_tile", [32, 500])
-@pytest.mark.parametrize("in_vain", [0, 8])
+@pytest.mark.parametrize("too_many", [0, 4])
 @pytest.mark.parametrize("instructions", ["of this machine", None])
-def test_exact_whatever_the_first_pass_rounds(document_tile, in_vain, instructions, monkeypatch):
+def test_exact_whatever_the_first_pass_rounds(document_tile, too_many, instructions, monkeypatch):
     """Scores that bfloat16 and the float32 of a product in tiles do not tell apart, lengths that differ, and queries
     whose best score is negative: the result is that of a sort of all float32 scores, bit by bit."""
     monkeypatch.setattr(search, "QUERY_TILE", 8)
     monkeypatch.setattr(search, "DOCUMENT_TILE", document_tile)
     monkeypatch.setattr(search, "FIRST", 600)
-    monkeypatch.setattr(search, "IN_VAIN", in_vain)
+    monkeypatch.setattr(search, "TOO_MANY", too_many)
     if instructions is None:
         monkeypatch.setattr(search, "bf16_instructions", lambda: None)
     draw = torch.Generator().manual_seed(0)

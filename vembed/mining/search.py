@@ -27,8 +27,8 @@ WAITING = 48
 """Documents per query that may wait before they are sorted in and the threshold rises."""
 ROWS = 1024
 """Exact scores that are computed at once: always so many, since the rounding of a sum may depend on the shape."""
-IN_VAIN = 8
-"""A first pass in bfloat16 ends where not even one in so many of the documents that it lets through is kept."""
+TOO_MANY = 4
+"""A first pass in bfloat16 ends where more than so many times k documents per query pass it at once."""
 GATHERED_QUERIES = 8192
 
 
@@ -99,7 +99,7 @@ class _QueryTile:
     def __init__(self, queries_QD: Tensor, k: int, excluded: Pairs, first_query: int, dtype: torch.dtype) -> None:
         self.queries = _Vectors(queries_QD)
         self.num_queries, self.k = len(queries_QD), k
-        self.dtype = self.next_dtype = dtype
+        self.dtype = dtype
         device = queries_QD.device
         # One sorted number per excluded pair, for a binary search among few scores instead of a mask over all.
         codes = (excluded.queries - first_query) << 32 | excluded.documents
@@ -115,14 +115,19 @@ class _QueryTile:
         """Let the documents wait that may be among the best.
 
         No document of the k best is lost: its score in the first pass is at most `error` below the exact one."""
-        self.dtype = self.next_dtype
+        start = 0
+        while start < len(documents.vectors):
+            start = self._see_some(documents, start, first, tile, room)
+
+    def _see_some(self, documents: _Vectors, start: int, first: int, tile: int, room: _Room) -> int:
+        """Take in tiles until enough is found; returns where the next one begins."""
         queries_DQ, vectors_SD = self.queries.rounded(self.dtype)[0].T, documents.rounded(self.dtype)[0]
         error = self._error(documents)
         lowest = self._lowest(error)
         found: list[_Blocks] = []
-        num_found, start = 0, 0
-        while start < len(vectors_SD):
-            part_TD = vectors_SD[start : start + (tile if self.has_threshold else FIRST)]
+        num_found, end = 0, start
+        while end < len(vectors_SD) and num_found <= WAITING * self.num_queries:
+            part_TD = vectors_SD[end : end + (tile if self.has_threshold else FIRST)]
             scores_BLQ = room.scores(-(-len(part_TD) // BLOCK), self.num_queries, self.dtype)
             scores_TQ = scores_BLQ.view(-1, self.num_queries)
             torch.mm(part_TD, queries_DQ, out=scores_TQ[: len(part_TD)])
@@ -134,12 +139,15 @@ class _QueryTile:
             comparable_BLQ = scores_BLQ.view(lowest.dtype)
             # Queries are innermost, so that the maximum over a block runs over whole vectors.
             block, query = torch.nonzero(comparable_BLQ.amax(1) >= lowest, as_tuple=True)
-            found.append(_Blocks(comparable_BLQ[block, :, query], query, block, start))
+            found.append(_Blocks(comparable_BLQ[block, :, query], query, block, end))
             num_found += len(query)
-            start += len(part_TD)
-            if num_found > WAITING * self.num_queries or start >= len(vectors_SD):
-                self._settle(found, lowest, documents, first)
-                found, num_found, lowest = [], 0, self._lowest(error)
+            end += len(part_TD)
+        query, document = _reaching(found, lowest)
+        if self.dtype is torch.bfloat16 and len(query) > TOO_MANY * (self.k + self.most_excluded) * self.num_queries:
+            self.dtype = torch.float32  # the scores are so close to each other that bfloat16 does not tell them apart
+            return start
+        self._settle(query, document, documents, first)
+        return end
 
     def finish(self) -> Tensor:
         self._sort_in()
@@ -171,20 +179,11 @@ class _QueryTile:
             self.threshold = reached - reached.abs() * torch.finfo(self.dtype).eps - error
             self.has_threshold = True
 
-    def _settle(self, found: list[_Blocks], lowest: Tensor, documents: _Vectors, first: int) -> None:
-        """Compute the exact scores of the documents in some blocks that reach the lowest score."""
-        values_NL = torch.cat([one.values for one in found])
-        queries = torch.cat([one.query for one in found])
-        starts = torch.tensor([one.start for one in found], device=queries.device)
-        counts = torch.tensor([len(one.query) for one in found], device=queries.device)
-        starts = torch.repeat_interleave(starts, counts) + torch.cat([one.block for one in found]) * BLOCK
-        row, place = torch.nonzero(values_NL >= lowest[queries][:, None], as_tuple=True)
-        query, document = queries[row], starts[row] + place
+    def _settle(self, query: Tensor, document: Tensor, documents: _Vectors, first: int) -> None:
+        """Compute the exact scores of pairs, and let those above the threshold wait."""
         scores = products(self.queries.vectors, query, documents.vectors, document)
         # Documents come in ascending order: of equal scores the earlier one stays, so above is what counts.
         above = scores > self.threshold[query]
-        if len(query) > IN_VAIN * max(int(above.sum()), self.num_queries):
-            self.next_dtype = torch.float32  # scores are so close to each other that bfloat16 hardly tells them apart
         query, document, scores = query[above], first + document[above], scores[above]
         keys = as_keys(scores, document)
         if len(self.excluded):
@@ -225,6 +224,17 @@ class _Blocks:
     block: Tensor
     start: int
     """Position of the first document of the tile."""
+
+
+def _reaching(found: list[_Blocks], lowest: Tensor) -> tuple[Tensor, Tensor]:
+    """The queries and documents of the scores in some blocks that reach the lowest that is looked at."""
+    values_NL = torch.cat([one.values for one in found])
+    query = torch.cat([one.query for one in found])
+    counts = torch.tensor([len(one.query) for one in found], device=query.device)
+    starts = torch.tensor([one.start for one in found], device=query.device).repeat_interleave(counts)
+    first = starts + torch.cat([one.block for one in found]) * BLOCK
+    row, place = torch.nonzero(values_NL >= lowest[query][:, None], as_tuple=True)
+    return query[row], first[row] + place
 
 
 def search(
