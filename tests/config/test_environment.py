@@ -31,7 +31,10 @@ def readers() -> set[str]:
     """The modules that name os.environ or os.getenv."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        if "environ" not in text and "getenv" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
             names = {node.attr} if isinstance(node, ast.Attribute) else set()
             if isinstance(node, ast.ImportFrom) and node.module == "os":
                 names = {alias.name for alias in node.names}
