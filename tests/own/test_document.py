@@ -22,6 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests.commands import command
 from tests.docs.pages import ROOT
 from tests.harness import run_ranks
+from vembed.models.collected_losses import Collected
 
 PACKAGE = ROOT / "examples" / "own_model"
 SNIPPET = """
@@ -231,6 +232,16 @@ def test_the_free_bits_count_for_each_token() -> None:
     assert float(sums) == pytest.approx(2 * math.log(2) - 0.5) and int(counts) == 2
 
 
+def test_losses_are_no_views() -> None:
+    """FSDP follows the results of its modules, and warns of views."""
+    ones = torch.ones(3, requires_grad=True)
+    found = Collected()
+    found.values = {"each": (2 * ones, torch.ones(3)), "one": (ones.sum(), 4), "mean": ones.mean()}
+    normal = found.in_normal_form(3)
+    assert [list(one.shape) for one in normal.values()] == [[2, 3], [2, 1], [2, 1]]
+    assert not any(one._is_view() for one in normal.values())
+
+
 def test_the_gradient_of_the_mapper() -> None:
     """The one-hot's gradient is that of the probabilities of all classes, whichever class was drawn."""
     from free_transformer import ModelConfig
@@ -273,6 +284,7 @@ def test_the_documents_command_trains(tmp_path: Path) -> None:
     for stage in ("open", "pretrain", "embed"):
         losses = r"KL [\d.]+ nats per token \(0\.347 are free\); next-token loss [\d.]+ with Z, [\d.]+ with the Z of"
         assert re.search(f"^{stage}: {losses}", done.stdout, re.MULTILINE), done.stdout
+    assert "returned a view tensor" not in done.stderr, "torch's warning of a result that FSDP cannot follow"
     log = (tmp_path / "pretrain" / "training_log.txt").read_text()
     assert "FSDP2: 5 units (5 DecoderBlock) and the rest of the model" in log
     logged = [json.loads(line) for line in (tmp_path / "pretrain" / "metrics.jsonl").read_text().splitlines()]

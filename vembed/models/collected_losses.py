@@ -46,7 +46,7 @@ def _normal_form(name: str, value: Any, count: int) -> Tensor:
             f"each input, and is {type(value).__name__}"
         )
     sums = sums if sums.dtype == torch.float64 else sums.float()
-    pair = torch.stack([sums, counts.detach().to(sums.dtype).expand_as(sums)])
-    if pair.ndim > 2 or (pair.ndim == 2 and pair.shape[1] not in (1, count)):
-        raise TypeError(f"the auxiliary loss {name} has the shape {list(pair.shape[1:])} for {count} inputs")
-    return pair.reshape(2, -1)
+    if sums.ndim > 1 or (sums.ndim == 1 and len(sums) not in (1, count)):
+        raise TypeError(f"the auxiliary loss {name} has the shape {list(sums.shape)} for {count} inputs")
+    pair = [sums, counts.detach().to(sums.dtype).expand_as(sums)]
+    return torch.stack([one.reshape(-1) for one in pair])  # FSDP wants no view as a result
