@@ -68,7 +68,7 @@ def test_groups_keep_their_ratio_and_tensors_stay_tensors(tmp_path):
 def test_scaling_with_the_batch_is_off_by_default_and_logged(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="vembed")
     assert schedule_of(tmp_path, examples=256).peak == 0.1
-    assert "learning_rate as given" in caplog.text
+    assert "peak 0.1 (the same on any number of processes)" in caplog.text
     linear = schedule_of(tmp_path, examples=256, learning_rate=1e-4, scale_learning_rate="linear")
     assert linear.peak == pytest.approx(1e-4 * 256 / 32)
     assert "peak 0.0008 (0.0001 * (256 examples per step / base_batch_size 32))" in caplog.text
