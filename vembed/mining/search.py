@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +16,10 @@ from vembed.evaluation.ranking_keys import NOTHING, as_keys, documents_of, score
 from vembed.mining.known import Pairs
 from vembed.mining.vectors import VectorStore
 
-DOCUMENT_TILE, QUERY_TILE = 1024, 512
-GPU_DOCUMENT_TILE, GPU_QUERY_TILE = 4096, 1024
-"""So many scores exist at once: on the CPU they stay in the cache between the product and the pass over it; on a GPU
-the calls beside the product are few."""
+DOCUMENT_TILE = 4096
+QUERY_TILE, GPU_QUERY_TILE = 512, 1024
+"""DOCUMENT_TILE x QUERY_TILE scores exist at once: few calls beside the product, and 4 MB in bfloat16, which stay in a
+CPU's cache between the product and the pass over it."""
 BLOCK = 32
 """Consecutive documents whose highest score is compared with the threshold; only blocks above it are looked at."""
 FIRST = 16_384
@@ -41,7 +42,6 @@ class TopK:
         self.device = queries_QD.device
         on_cpu = self.device.type == "cpu"
         size = QUERY_TILE if on_cpu else GPU_QUERY_TILE
-        self._tile = DOCUMENT_TILE if on_cpu else GPU_DOCUMENT_TILE
         dtype = torch.bfloat16 if on_cpu and bf16_instructions() == "AMX" else torch.float32
         self._queries = [
             _QueryTile(part, k, excluded.among(first, first + len(part)), first, dtype)
@@ -53,7 +53,7 @@ class TopK:
         """Take in documents first, first + 1, ..., in ascending order of their numbers."""
         documents = _Vectors(documents_SD.to(self.device))
         for queries in self._queries:
-            queries.see(documents, first, self._tile, self._room)
+            queries.see(documents, first, self._room)
 
     def keys(self) -> Tensor:
         """[Q, k] one whole number per (score, document), best first; NOTHING where there are fewer than k."""
@@ -111,15 +111,15 @@ class _QueryTile:
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.num_waiting = 0
 
-    def see(self, documents: _Vectors, first: int, tile: int, room: _Room) -> None:
+    def see(self, documents: _Vectors, first: int, room: _Room) -> None:
         """Let the documents wait that may be among the best.
 
         No document of the k best is lost: its score in the first pass is at most `error` below the exact one."""
         start = 0
         while start < len(documents.vectors):
-            start = self._see_some(documents, start, first, tile, room)
+            start = self._see_some(documents, start, first, room)
 
-    def _see_some(self, documents: _Vectors, start: int, first: int, tile: int, room: _Room) -> int:
+    def _see_some(self, documents: _Vectors, start: int, first: int, room: _Room) -> int:
         """Take in tiles until enough is found; returns where the next one begins."""
         queries_DQ, vectors_SD = self.queries.rounded(self.dtype)[0].T, documents.rounded(self.dtype)[0]
         error = self._error(documents)
@@ -127,7 +127,7 @@ class _QueryTile:
         found: list[_Blocks] = []
         num_found, end = 0, start
         while end < len(vectors_SD) and num_found <= WAITING * self.num_queries:
-            part_TD = vectors_SD[end : end + (tile if self.has_threshold else FIRST)]
+            part_TD = vectors_SD[end : end + (DOCUMENT_TILE if self.has_threshold else FIRST)]
             scores_BLQ = room.scores(-(-len(part_TD) // BLOCK), self.num_queries, self.dtype)
             scores_TQ = scores_BLQ.view(-1, self.num_queries)
             torch.mm(part_TD, queries_DQ, out=scores_TQ[: len(part_TD)])
@@ -145,6 +145,7 @@ class _QueryTile:
         query, document = _reaching(found, lowest)
         if self.dtype is torch.bfloat16 and len(query) > TOO_MANY * (self.k + self.most_excluded) * self.num_queries:
             self.dtype = torch.float32  # the scores are so close to each other that bfloat16 does not tell them apart
+            self.has_threshold = False  # a higher one can be found now
             return start
         self._settle(query, document, documents, first)
         return end
@@ -156,10 +157,12 @@ class _QueryTile:
     def _error(self, documents: _Vectors) -> Tensor:
         """[Q] at most so much does a score of the first pass differ from the exact one, before it is rounded itself.
 
-        |qd - q'd'| <= |q - q'||d| + |q'||d - d'|, and each of two sums of D products is rounded in float32."""
+        |qd - q'd'| <= |q - q'||d| + |q'||d - d'|, and each of two sums of D products is rounded in float32: by at most D
+        rounding errors, and by 8 sqrt(D) but for a chance of D exp(-32) (Higham and Mary, 2019)."""
         lost_Q, lost_S = self.queries.rounded(self.dtype)[1], documents.rounded(self.dtype)[1]
         lengths_Q, longest = self.queries.lengths, documents.lengths.amax()
-        sums = lengths_Q * longest * (documents.vectors.shape[1] * 2 * torch.finfo(torch.float32).eps) + 1e-30
+        dim = documents.vectors.shape[1]
+        sums = lengths_Q * longest * min(dim, 8 * math.sqrt(dim)) * torch.finfo(torch.float32).eps + 1e-30
         return lost_Q * longest + (lengths_Q + lost_Q) * lost_S.amax() + sums
 
     def _lowest(self, error: Tensor) -> Tensor:
@@ -176,7 +179,8 @@ class _QueryTile:
         if num_documents >= k:
             among = scores_BLQ.amax(1) if len(scores_BLQ) >= 2 * k else scores_BLQ.flatten(0, 1)
             reached = among.float().topk(k, dim=0, sorted=False).values.amin(0)
-            self.threshold = reached - reached.abs() * torch.finfo(self.dtype).eps - error
+            lowest = reached - reached.abs() * torch.finfo(self.dtype).eps - error
+            self.threshold = torch.maximum(self.threshold, lowest)
             self.has_threshold = True
 
     def _settle(self, query: Tensor, document: Tensor, documents: _Vectors, first: int) -> None:
