@@ -157,8 +157,8 @@ class _QueryTile:
     def _error(self, documents: _Vectors) -> Tensor:
         """[Q] at most so much does a score of the first pass differ from the exact one, before it is rounded itself.
 
-        |qd - q'd'| <= |q - q'||d| + |q'||d - d'|, and each of two sums of D products is rounded in float32: by at most D
-        rounding errors, and by 8 sqrt(D) but for a chance of D exp(-32) (Higham and Mary, 2019)."""
+        |qd - q'd'| <= |q - q'||d| + |q'||d - d'|, and each of two sums of D products is rounded in float32: by at most
+        D rounding errors, and by 8 sqrt(D) but for a chance of D exp(-32) (Higham and Mary, 2019)."""
         lost_Q, lost_S = self.queries.rounded(self.dtype)[1], documents.rounded(self.dtype)[1]
         lengths_Q, longest = self.queries.lengths, documents.lengths.amax()
         dim = documents.vectors.shape[1]
