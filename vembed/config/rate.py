@@ -22,11 +22,11 @@ ADAPTERS = 15.0
 """Ratio of the peak of adapters with alpha 32 to that of the weights that they change."""
 ALPHA = 32
 SHORT, SHORTEST = 48, 16
-"""Steps of a run below which adapters get a higher rate, by the root of the ratio, and the end of that: B begins at
-zero, so a short run ends before A and B have grown together."""
+"""Steps of a run below which adapters get a higher rate still, by the root of the ratio, and the end of that: B begins
+at zero, so a short run ends before A and B have grown together."""
 FEW, FEWEST = 240, 60
-"""Steps of a run below which all weights get a higher rate, by the root of the ratio, and the end of that: twice the
-rate was measured to be better in runs of 60 steps."""
+"""Steps of a run below which all weights, and adapters with them, get a higher rate, by the root of the ratio, and the
+end of that: twice the rate was measured to be better in runs of 60 steps."""
 HEAD = 1e-3
 """Peak for a linear layer on frozen features, and for new projections."""
 SCRATCH = 5e-4
@@ -67,9 +67,6 @@ def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
         return Decision(_two_digits(rate), f"from scratch: initial weights of {trained.width:,d} dimensions")
     rate, reason = _of_weights(trained)
     if trained.what == "weights":
-        if not trained.has_scale and trained.total_steps < FEW:
-            rate = min(rate * math.sqrt(FEW / max(trained.total_steps, FEWEST)), HIGHEST)
-            reason += f", only {trained.total_steps:,d} steps"
         return Decision(_two_digits(rate), f"all weights: {reason}")
     # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out;
     # with use_rslora it is alpha / sqrt(r), and the root of the rank is left.
@@ -91,8 +88,10 @@ def _of_weights(trained: Trained) -> tuple[float, str]:
     if trained.has_scale:
         return TWO_TOWERS, f"a {kind} model"
     rate = (TUNED if trained.is_tuned else RAW) * math.sqrt(WIDTH / trained.width)
+    rate *= math.sqrt(FEW / min(max(trained.total_steps, FEWEST), FEW))
     tuned = "an embedding model already" if trained.is_tuned else "no embedding model yet"
-    return min(max(rate, LOWEST), HIGHEST), f"a {kind} of {trained.width:,d} dimensions, {tuned}"
+    few = f", only {trained.total_steps:,d} steps" if trained.total_steps < FEW else ""
+    return min(max(rate, LOWEST), HIGHEST), f"a {kind} of {trained.width:,d} dimensions, {tuned}{few}"
 
 
 def _two_digits(value: float) -> float:
