@@ -70,7 +70,7 @@ def pytest_sessionstart() -> None:
 
 @pytest.fixture(autouse=True)
 def _logger_as_at_the_start() -> None:
-    """What an earlier test has left of a run's logging keeps no line from the test that looks for it."""
+    """Reset the logger "vembed", which an earlier test may have left as a run sets it."""
     log = logging.getLogger("vembed")
     log.setLevel(logging.NOTSET)
     log.propagate = True
