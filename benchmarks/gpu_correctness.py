@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,10 @@ from torch.nn import functional
 
 from benchmarks.gpu_models import BERT, QWEN_SMALL, Shape, make_model, make_rows, small, write_data
 from benchmarks.gpu_record import NotMeasuredError, Record, Trained, Values, relative, require, train
+from vembed.config.resolved import Decision, ResolvedRun, Strategy
+from vembed.config.schema import TrainConfig
+from vembed.distributed import placement
+from vembed.distributed.estimate import ModelSize
 from vembed.models import packing, precision
 from vembed.training.step import ContrastiveStep
 
@@ -142,8 +146,14 @@ def gradient_rows(record: Record, run: Run, model: Path, folder: Path) -> None:
         wanted = reference("float32", exact)
         # On a CPU inductor compiles C++ for minutes; the graphs are the same with aot_eager.
         backend = "aot_eager" if record.is_small else "inductor"
-        with patch.object(precision, "compile_layers", partial(precision.compile_layers, backend=backend)):
-            found = run(folder / f"same-{name.replace(' ', '-')}", **{**exact, **options})
+        place = folder / f"same-{name.replace(' ', '-')}"
+        with (
+            patch.object(precision, "compile_layers", partial(precision.compile_layers, backend=backend)),
+            sharded_alone() if "use_fsdp" in options else nullcontext(),
+        ):
+            found = run(place, **{**exact, **options})
+        if "use_fsdp" in options:
+            require("strategy: fsdp" in (place / "training_log.txt").read_text(), "the model was not sharded")
         off = relative(found.weights(), wanted.weights(), start)
         require(off < TOLERANCE, f"gradients are off by {off:.1e}")
         return {"gradients": off, "losses": _largest(found.losses, wanted.losses)}
@@ -165,6 +175,19 @@ def gradient_rows(record: Record, run: Run, model: Path, folder: Path) -> None:
         return values
 
     record.row("correctness", "equal gradients: bfloat16, packed and padded", narrow, limit=60)
+
+
+@contextmanager
+def sharded_alone() -> Iterator[None]:
+    """Shard in one process too, where a run leaves the model whole: the only way to FSDP's code on one GPU."""
+
+    def choose(
+        run: ResolvedRun, ranks: object, memory: int, measured: Callable[[TrainConfig], ModelSize]
+    ) -> tuple[Decision[Strategy], ModelSize, None]:
+        return Decision("fsdp", "a mesh of one"), measured(run.config), None
+
+    with patch.object(placement, "_choose_strategy", choose):
+        yield
 
 
 def _largest(ones: list[float], others: list[float]) -> float:
