@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -66,6 +66,45 @@ def run_ranks(
     if failures:
         raise RankFailed("\n".join(failures))
     return [outcome.result for outcome in outcomes]
+
+
+def run_cases(
+    fn: Callable[..., Any], world_size: int, cases: Mapping[str, tuple[Any, ...]], process_group: bool = True
+) -> dict[str, Any]:
+    """Call `fn(*args)` for the arguments of each case, one after the other on the same ranks: starting ranks, and what
+    a process does when it shards its first model, take longer than a small case.
+
+    Return each case's results by rank. If a case fails, each has ranks of its own, and the exception of those that fail
+    is their result; `result_of` raises it.
+    """
+    try:
+        by_rank = run_ranks(_all_cases, world_size, fn, cases, process_group, process_group=process_group)
+    except RankFailed:
+        return {name: _alone(fn, world_size, args, process_group) for name, args in cases.items()}
+    return {name: [found[name] for found in by_rank] for name in cases}
+
+
+def result_of(results: Mapping[str, Any], name: str) -> Any:
+    """Return a case's results by rank, or raise why it has none."""
+    if isinstance(results[name], RankFailed):
+        raise results[name]
+    return results[name]
+
+
+def _all_cases(fn: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]], process_group: bool) -> dict[str, Any]:
+    found = {}
+    for name, args in cases.items():
+        if not process_group:  # the case starts a group of its own
+            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        found[name] = fn(*args)
+    return found
+
+
+def _alone(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], process_group: bool) -> Any:
+    try:
+        return run_ranks(fn, world_size, *args, process_group=process_group)
+    except RankFailed as failure:
+        return failure
 
 
 def rank_outcomes(

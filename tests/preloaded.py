@@ -39,6 +39,7 @@ for name in MODULES:
 logging.getLogger("bitsandbytes").setLevel(logging.NOTSET)
 importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("bert")  # fills its table
 os.environ.pop("PYTHONPATH", None)  # it is for this server alone
+os.fsync = lambda _: None  # as in tests/conftest.py
 # Objects that a collection of a forked process would only look at, and copy their pages by doing so.
 gc.collect()
 gc.freeze()

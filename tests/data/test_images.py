@@ -239,7 +239,7 @@ def server() -> Iterator[str]:
             """Keep quiet."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever)
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield f"http://127.0.0.1:{listening.server_port}"
         listening.shutdown()

@@ -328,7 +328,7 @@ def server() -> Iterator[str]:
     model = vembed.Embedder(model_folder())
     Handler.embed = staticmethod(lambda given: model.encode(given, prompt=""))  # type: ignore[assignment]
     with HTTPServer(("127.0.0.1", 0), Handler) as running:
-        thread = threading.Thread(target=running.serve_forever)
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield f"http://127.0.0.1:{running.server_port}"

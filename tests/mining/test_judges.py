@@ -26,11 +26,12 @@ class Server(ThreadingHTTPServer):
     """An endpoint whose answers a function decides: text, a status, or None for a closed connection."""
 
     daemon_threads = True
+    request_queue_size = 64  # a connection that finds the queue full tries again after a second
 
     def __init__(self, decide):
         self.decide, self.asked, self.lock = decide, [], threading.Lock()
         super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     @property
     def base_url(self):
@@ -38,6 +39,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    disable_nagle_algorithm = True  # head and body are two packets, and the second would wait for an answer
+
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         prompt = body["messages"][0]["content"]

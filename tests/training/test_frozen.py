@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 import vembed
 from tests.families.pictures import mixed_rows, words_and_pictures
-from tests.harness import run_ranks
+from tests.harness import result_of, run_cases
 from tests.tiny import WORDS, shared, tiny_clip, tiny_qwen3_vl, tiny_siglip
 from vembed.data import row_store
 from vembed.data.feature_store import FeatureStore
@@ -103,24 +104,40 @@ def test_a_frozen_tower_without_projection_and_kept_graphs(tmp_path: Path, kept:
     assert train(options(tmp_path, "with", **more))["losses"] == without["losses"]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "fsdp", "fsdp_version": 1}],
-    ids=["ddp", "fsdp2", "fsdp1"],
-)
-def test_two_ranks_use_what_the_other_has_computed(tmp_path: Path, cache: Path, strategy: dict[str, Any]) -> None:
+STRATEGIES = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp2": {"strategy": "fsdp"},
+    "fsdp1": {"strategy": "fsdp", "fsdp_version": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A run on one process, and runs on two ranks of each strategy: after it, and with an empty cache."""
+    folder = tmp_path_factory.mktemp("ranks")
     more = {"model_name": str(shared(tiny_clip)), "mixed_precision": "no"}
-    home = os.environ["XDG_CACHE_HOME"]
-    one = train(options(tmp_path, "one", **more))
-    more |= strategy
-    again = run_ranks(train_there, 2, home, options(tmp_path, "again", **more), process_group=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        one = train(options(folder, "one", **more))
+    cases = {}
+    for name, strategy in STRATEGIES.items():
+        shutil.copytree(folder / "cache", folder / f"{name}-full")
+        for cache in ("full", "empty"):
+            place = f"{name}-{cache}"
+            cases[place] = (str(folder / place), options(folder, f"{place}-run", **more | strategy))
+    return one, run_cases(train_there, 2, cases, process_group=False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_use_what_the_other_has_computed(
+    on_two_ranks: tuple[dict[str, Any], dict[str, Any]], strategy: str
+) -> None:
+    one, found = on_two_ranks
+    again, two = (result_of(found, f"{strategy}-{cache}") for cache in ("full", "empty"))
     assert [rank["passed"] for rank in again] == [1, 1]  # a dummy each
-    for path in cache.glob("*/*.features"):
-        path.unlink()
-    two = run_ranks(train_there, 2, home, options(tmp_path, "two", **more), process_group=False)
     assert sum(rank["passed"] for rank in two) == NUM_ROWS + 2
-    for found in (again, two):
-        np.testing.assert_allclose(found[0]["losses"], one["losses"], rtol=1e-4)
+    for ranks in (again, two):
+        np.testing.assert_allclose(ranks[0]["losses"], one["losses"], rtol=1e-4)
 
 
 NUM_EVALUATED = 5
@@ -153,20 +170,26 @@ def test_evaluations_pass_no_tower_twice_and_give_the_same_scores(tmp_path: Path
     assert scores == evaluations(tmp_path, "first") == evaluations(tmp_path, "second")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path: Path, strategy: str) -> None:
+def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path: Path, cache: Path) -> None:
     more = {"model_name": str(shared(tiny_clip)), "mixed_precision": "no", "eval_steps": None}
-    home = os.environ["XDG_CACHE_HOME"]
     train(with_evaluations(tmp_path, "one", **more | {"epochs": 1, "max_steps": 1}))  # keeps all that is evaluated
     picture = tmp_path / "images" / f"val-{WORDS[0]}-0.png"
     os.utime(picture, ns=(1, 1))  # one that only one rank lacks
-    more["strategy"] = strategy
-    two = run_ranks(train_there, 2, home, with_evaluations(tmp_path, "two", **more), process_group=False)
+    cases = {}
+    for strategy in ("ddp", "fsdp"):
+        shutil.copytree(cache.parent.parent, tmp_path / strategy)
+        cases[strategy] = (
+            str(tmp_path / strategy),
+            with_evaluations(tmp_path, f"{strategy}-run", **more, strategy=strategy),
+        )
+    found = run_cases(train_there, 2, cases, process_group=False)
     train(with_evaluations(tmp_path, "whole", **more | {"strategy": "auto", "cache_frozen_features": False}))
     first_of_each, to_stay_in_step = 2, 1
-    assert sum(rank["passed"] for rank in two) == 1 + (NUM_ROWS - 4) + first_of_each + to_stay_in_step
-    for one, other in zip(evaluations(tmp_path, "two"), evaluations(tmp_path, "whole"), strict=True):
-        assert one == pytest.approx(other)
+    for strategy in cases:
+        two = result_of(found, strategy)
+        assert sum(rank["passed"] for rank in two) == 1 + (NUM_ROWS - 4) + first_of_each + to_stay_in_step, strategy
+        for one, other in zip(evaluations(tmp_path, f"{strategy}-run"), evaluations(tmp_path, "whole"), strict=True):
+            assert one == pytest.approx(other), strategy
 
 
 def test_the_start_says_how_large_the_folder_is_and_marks_what_is_used(tmp_path: Path, cache: Path) -> None:

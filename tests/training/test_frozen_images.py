@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import vembed
 from tests import tiny
 from tests.families.pictures import mixed_rows
-from tests.harness import run_ranks
+from tests.harness import result_of, run_cases
 from tests.models.families import built, parts_for
 from tests.training.test_run import metrics
 from vembed.models import embedding_model, modalities
@@ -94,12 +94,27 @@ def test_each_image_passes_once_and_the_run_is_the_same(tmp_path: Path, more: di
         assert torch.equal(value, others[name]), name
 
 
-@pytest.mark.parametrize("strategy", [{"strategy": "ddp"}, {"use_fsdp": True}, {"use_fsdp": True, "fsdp_version": 1}])
-def test_on_two_ranks(tmp_path: Path, strategy: dict[str, Any]) -> None:
+STRATEGIES = {"ddp": {"strategy": "ddp"}, "fsdp2": {"use_fsdp": True}, "fsdp1": {"use_fsdp": True, "fsdp_version": 1}}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A run on one process, and runs on two ranks of each strategy, with kept images and without."""
+    folder = tmp_path_factory.mktemp("ranks")
     more = {**LORA, "lora_dropout": 0.0, "mixed_precision": "no"}
-    one = train(options(tmp_path, "one", **more), keeps=False)
-    two = run_ranks(train, 2, options(tmp_path, "two", **more, **strategy), process_group=False)
-    again = run_ranks(train, 2, options(tmp_path, "again", **more, **strategy), False, process_group=False)
+    one = train(options(folder, "one", **more), keeps=False)
+    cases = {
+        f"{name}-{keeps}": (options(folder, f"{name}-{keeps}", **more, **strategy), keeps)
+        for name, strategy in STRATEGIES.items()
+        for keeps in (True, False)
+    }
+    return one, run_cases(train, 2, cases, process_group=False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_on_two_ranks(on_two_ranks: tuple[dict[str, Any], dict[str, Any]], strategy: str) -> None:
+    one, found = on_two_ranks
+    two, again = (result_of(found, f"{strategy}-{keeps}") for keeps in (True, False))
     assert two[0]["losses"] == again[0]["losses"]
     assert all(0 < mine["passed"] == other["passed"] / 2 for mine, other in zip(two, again, strict=True))
     np.testing.assert_allclose(two[0]["losses"], one["losses"], rtol=1e-4)
