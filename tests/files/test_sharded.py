@@ -14,7 +14,7 @@ from tests import tiny
 from tests.distributed.steps import build, config_of
 from tests.files.saving import load_in_sentence_transformers, ours
 from tests.files.test_text_models import TEXTS, assert_same
-from tests.harness import run_ranks
+from tests.harness import result_of, run_cases
 from vembed.distributed.parameters import full_state_dict
 from vembed.distributed.session import start_session
 from vembed.saving.files import save_model
@@ -32,25 +32,33 @@ def save_sharded(source: str, directory: str, options: dict[str, Any]) -> str:
         return session.strategy
 
 
-@pytest.mark.parametrize(
-    ("make", "version", "options"),
-    [
-        (tiny.tiny_bert_st, 1, {}),
-        (tiny.tiny_qwen3_st, 2, {"use_mrl": True, "mrl_dims": [16]}),
-        (tiny.tiny_qwen3_st, 2, {"use_lora": True}),
-    ],
-)
-def test_a_sharded_model_is_saved_whole(
-    make: Callable[..., Path], version: int, options: dict[str, Any], tmp_path: Path
-) -> None:
-    source = tiny.shared(make)
-    sharded = {"use_fsdp": True, "fsdp_version": version, **options}
-    strategies = run_ranks(save_sharded, 2, str(source), str(tmp_path / "final"), sharded, process_group=False)
-    assert strategies == ["fsdp", "fsdp"]
-    stored, before = load_file(tmp_path / "final" / "model.safetensors"), load_file(source / "model.safetensors")
+CASES: dict[str, tuple[Callable[..., Path], int, dict[str, Any]]] = {
+    "fsdp1": (tiny.tiny_bert_st, 1, {}),
+    "fsdp2": (tiny.tiny_qwen3_st, 2, {"use_mrl": True, "mrl_dims": [16]}),
+    "lora": (tiny.tiny_qwen3_st, 2, {"use_lora": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder that holds one model for each case, and what the ranks said of it."""
+    place = tmp_path_factory.mktemp("sharded")
+    cases = {
+        name: (str(tiny.shared(make)), str(place / name), {"use_fsdp": True, "fsdp_version": version, **options})
+        for name, (make, version, options) in CASES.items()
+    }
+    return place, run_cases(save_sharded, 2, cases, process_group=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sharded_model_is_saved_whole(case: str, saved: tuple[Path, dict[str, Any]]) -> None:
+    place, found = saved
+    assert result_of(found, case) == ["fsdp", "fsdp"]
+    final, source = place / case, tiny.shared(CASES[case][0])
+    stored, before = load_file(final / "model.safetensors"), load_file(source / "model.safetensors")
     assert stored.keys() == before.keys()
     for name, tensor in before.items():
         torch.testing.assert_close(stored[name], tensor)
-    assert "FSDP" not in (tmp_path / "final" / "config.json").read_text()
-    theirs = load_in_sentence_transformers(tmp_path / "final").encode_query(TEXTS)
-    assert_same(ours(tmp_path / "final", TEXTS, "query"), theirs)
+    assert "FSDP" not in (final / "config.json").read_text()
+    theirs = load_in_sentence_transformers(final).encode_query(TEXTS)
+    assert_same(ours(final, TEXTS, "query"), theirs)

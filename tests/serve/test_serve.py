@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,21 @@ def test_the_vectors_are_those_of_the_model(url: str) -> None:
     assert len(short["embedding"]) == 8 and np.linalg.norm(short["embedding"]) == pytest.approx(1)
     answer = post(f"{url}/embed", {"inputs": TEXTS, "prompt_name": "query"})
     assert_close(np.array(answer, np.float32), model.encode(TEXTS, "query"))
+
+
+def test_many_connections_at_once_are_all_answered(url: str) -> None:
+    with ThreadPoolExecutor(64) as pool:
+        found = list(pool.map(lambda _: len(post(f"{url}/embed", {"inputs": TEXTS})), range(128)))
+    assert found == [2] * 128
+
+
+def test_an_answer_leaves_as_one_packet(url: str) -> None:
+    """On a connection that stays open, the second of two would wait until the first is acknowledged."""
+    head = b"GET /health HTTP/1.1\r\nHost: tiny\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as connection:
+        for _ in range(2):
+            connection.sendall(head)
+            assert connection.recv(65536).endswith(b'{"status": "ok"}')
 
 
 def test_check_server_passes(url: str) -> None:

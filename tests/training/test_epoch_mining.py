@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import vembed
-from tests.harness import run_ranks
+from tests.harness import result_of, run_cases
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed.errors import RunError, UserError
 from vembed.training.epoch_mining import FOLDER, EpochMiner
@@ -161,13 +161,18 @@ def mined_on_a_rank(config):
     return seen.documents, seen.losses
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_ranks_mine_what_one_mines(config, tmp_path, strategy):
+def test_two_ranks_mine_what_one_mines(config, tmp_path):
     documents, losses = mined_on_a_rank({**config, "epochs": 2, "output_dir": str(tmp_path / "one")})
-    options = {**config, "epochs": 2, "strategy": strategy, "batch_size": 4}
-    found = run_ranks(mined_on_a_rank, 2, options, process_group=False)
-    assert found[0][0] == found[1][0] == documents
-    assert found[0][1] == pytest.approx(losses, rel=1e-5)
+    options = {**config, "epochs": 2, "batch_size": 4}
+    cases = {
+        strategy: ({**options, "strategy": strategy, "output_dir": str(tmp_path / strategy)},)
+        for strategy in ("ddp", "fsdp")
+    }
+    found = run_cases(mined_on_a_rank, 2, cases, process_group=False)
+    for strategy in cases:
+        (one, seen), (other, _) = result_of(found, strategy)
+        assert one == other == documents, strategy
+        assert seen == pytest.approx(losses, rel=1e-5), strategy
 
 
 def test_labelled_data_are_refused(config, tmp_path):

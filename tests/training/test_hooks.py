@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.harness import run_ranks
+from tests.harness import result_of, run_cases, run_ranks
 from tests.training.test_run import metrics, settings
 from vembed.training.hooks import Evaluation, Hook, Hooks, Run, StepReport
 from vembed.training.run import train
@@ -153,13 +153,13 @@ def test_state_and_tensors_of_hooks_are_resumed_under_fsdp(tmp_path: Path) -> No
     common = {"use_fsdp": True, "batch_size": 8, "eval_steps": 2, "save_steps": 2, "eval_before": False}
     whole = settings(tmp_path / "whole", **common)
     parts = settings(tmp_path, **common)
-    expected = run_ranks(averaged_run, 2, whole, 0, process_group=False)
-    first = run_ranks(averaged_run, 2, parts, 4, process_group=False)
+    found = run_cases(averaged_run, 2, {"whole": (whole, 0), "first": (parts, 4)}, process_group=False)
+    expected, first = result_of(found, "whole"), result_of(found, "first")
     second = run_ranks(averaged_run, 2, {**parts, "resume": True}, 0, process_group=False)
     for rank in range(2):
         assert first[rank][1:] == (4, 0) and second[rank][1:] == (6, 4) and expected[rank][1:] == (6, 0)
-        for found, wanted in zip(second[rank][0], expected[rank][0], strict=True):
-            assert torch.equal(found, wanted)
+        for mean, wanted in zip(second[rank][0], expected[rank][0], strict=True):
+            assert torch.equal(mean, wanted)
     assert metrics(parts["output_dir"]) == metrics(whole["output_dir"])
     assert metrics(parts["output_dir"], "averaged_steps") == [1, 2, 3, 4, 5, 6]
     # final/ and the scores are of the averages, the checkpoints of the trained weights.

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import vembed
-from tests.harness import run_ranks
+from tests.harness import result_of, run_cases, run_ranks
 from tests.tiny import shared, tiny_clip, tiny_distilbert, tiny_qwen3_st
 from tests.weights.bilingual import bilingual_model, bilingual_texts
 from vembed import Embedder, UserError
@@ -129,14 +129,25 @@ def _edit_on_a_rank(model, files, output, version):
         return session.strategy, result.after
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.fixture(scope="module")
+def on_ranks(model, files, tmp_path_factory):
+    """What one process and two that hold shards of either kind said, and the folder of what they wrote."""
+    place = tmp_path_factory.mktemp("edited")
+    alone = run_ranks(_edit_on_a_rank, 1, str(model), files, str(place / "one"), None, process_group=False)
+    cases = {str(version): (str(model), files, str(place / str(version)), version) for version in (1, 2)}
+    return alone, run_cases(_edit_on_a_rank, 2, cases, process_group=False), place
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
 @pytest.mark.promise("B18")
-def test_shards_are_edited_to_the_same_bits(model, files, tmp_path, version):
-    alone = run_ranks(_edit_on_a_rank, 1, str(model), files, str(tmp_path / "one"), None, process_group=False)
-    ends = run_ranks(_edit_on_a_rank, 2, str(model), files, str(tmp_path / "two"), version, process_group=False)
+def test_shards_are_edited_to_the_same_bits(on_ranks, version):
+    alone, found, place = on_ranks
+    ends = result_of(found, version)
     assert [strategy for strategy, _ in (*alone, *ends)] == ["single", "fsdp", "fsdp"]
-    for path in sorted((tmp_path / "one").rglob("*.safetensors")):
-        other = load_file(tmp_path / "two" / path.relative_to(tmp_path / "one"))
+    written = sorted((place / "one").rglob("*.safetensors"))
+    assert written
+    for path in written:
+        other = load_file(place / version / path.relative_to(place / "one"))
         for name, tensor in load_file(path).items():
             assert torch.equal(tensor, other[name]), name
     assert ends[0][1] == pytest.approx(alone[0][1], abs=0.02)

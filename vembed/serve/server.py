@@ -25,6 +25,7 @@ class EmbeddingServer(ThreadingHTTPServer):
     """Answers requests for embeddings. `server_port` is the port, also where 0 asked for a free one."""
 
     daemon_threads = True
+    request_queue_size = 128  # of connections at once: one that finds the queue full tries again after a second
 
     def __init__(self, encoder: TextEncoder, name: str, host: str, port: int) -> None:
         self.encoder, self.name = encoder, name
@@ -38,6 +39,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: EmbeddingServer
     protocol_version = "HTTP/1.1"  # connections stay open between requests
     timeout = SECONDS_IDLE
+    wbufsize = -1  # head and body leave as one packet: a second one would wait 40 ms until the first is acknowledged
 
     def do_GET(self) -> None:
         """Answer /health, /v1/models and /info."""
