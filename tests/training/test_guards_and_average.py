@@ -99,7 +99,7 @@ def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(config, t
     guard = pairs(tmp_path / "general.jsonl", 40)
     options = {
         "guards": [{"path": str(guard), "max_drop": 0.1}], "eval_steps": 1, "save_steps": 1, "save_total_limit": 1,
-        "max_steps": 40, "learning_rate": 0.2, "warmup_steps": 40,
+        "max_steps": 40, "learning_rate": 0.2, "warmup_steps": 10,
     }  # fmt: skip
     result = vembed.train({**config, **options})
     assert 1 < result.steps < 40
