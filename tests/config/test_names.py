@@ -9,6 +9,7 @@ import pytest
 from tests.config.conftest import WriteConfig
 from tests.guides import STAGE_ONE
 from vembed.config.aliases import ALIASES, BLOCKS, PREFIXES, TRANSLATED, known_names, target_of
+from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.options import all_options
 from vembed.config.spelling import SPELLINGS
@@ -251,3 +252,18 @@ def test_the_table_is_sound() -> None:
         assert all(target_of(name, block) is not None for name in known_names(block) if name not in BLOCKS), block
     for name, choices in SPELLINGS.items():
         assert set(choices) <= set(options[name].choices) or name in ("report_to", "sampling")
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides"),
+    [
+        (["--sampling-alpha", "0.5", "cfg.yaml"], ("sampling_alpha=0.5",)),
+        (["--fsdp", "full_shard auto_wrap", "cfg.yaml"], ("fsdp=full_shard auto_wrap",)),
+        (["--fsdp", "cfg.yaml"], ("fsdp=true",)),
+        (["--bf16", "cfg.yaml"], ("bf16=true",)),
+        (["--bf16", "false", "cfg.yaml"], ("bf16=false",)),
+    ],
+)
+def test_flags_of_translated_names_take_their_values(words: list[str], overrides: tuple[str, ...]) -> None:
+    parsed = parse_train_arguments(words)
+    assert (parsed.config, parsed.overrides) == ("cfg.yaml", overrides)

@@ -14,6 +14,8 @@ import vembed
 from tests.publish.hub_server import TOKEN, Hub, running_hub
 from tests.tiny import shared, texts, tiny_bert
 from vembed.cli import app
+from vembed.config.options import all_options
+from vembed.publish.publication import DATA_OPTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # inside huggingface_hub
 
@@ -131,3 +133,7 @@ def test_what_is_refused(trained: tuple[Path, Hub], hub: Hub, tmp_path: Path, mo
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     refused = run("push", trained[0], "me/other")
     assert refused.exit_code == 2 and "refuses this token (401" in refused.stderr
+
+
+def test_options_of_the_data_description_exist() -> None:
+    assert set(DATA_OPTIONS) <= set(all_options())

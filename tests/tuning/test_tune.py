@@ -114,3 +114,11 @@ def test_only_what_has_an_effect_is_searched() -> None:
     assert "batch_size" not in [one.option for one in ranges(TrainConfig(**base, global_batch_size=64))]
     rate = next(one for one in ranges(TrainConfig(**base)) if one.option == "learning_rate")
     assert rate.low < rate.start == 1e-4 < rate.high
+
+
+@pytest.mark.parametrize("start", [0.001, 0.05, 1.0, 3.0])
+def test_the_range_of_the_temperature_holds_that_of_the_first_trial(start: float) -> None:
+    config = TrainConfig(model_name="m", data_path="d", learning_rate=1e-4, temperature=start)
+    found = next(one for one in ranges(config) if one.option == "temperature")
+    assert found.low <= start <= found.high
+    assert found.low < found.high

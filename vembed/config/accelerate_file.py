@@ -187,6 +187,8 @@ def launcher_options(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]
     # As Accelerate itself does where the variable is missing.
     version = options.setdefault("fsdp_version", 1)
     reshard = env.get("FSDP_RESHARD_AFTER_FORWARD", "").lower()
+    # Under FSDP2 Accelerate has the switch alone, and FULL_SHARD in the environment is the default that nobody has
+    # changed.
     if version == 2:
         if options.get("fsdp_sharding_strategy") == "FULL_SHARD" and reshard == "false":
             options["fsdp_sharding_strategy"] = "SHARD_GRAD_OP"
@@ -194,6 +196,7 @@ def launcher_options(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]
             options.pop(name, None)
     elif reshard in ("shard_grad_op", "no_shard", "hybrid_shard"):  # Accelerate's newer spelling for FSDP1
         options["fsdp_sharding_strategy"] = reshard.upper()
+    # Accelerate exports a size with every policy; layers are units whatever their size unless somebody asks otherwise.
     if options.get("fsdp_auto_wrap_policy") != "SIZE_BASED_WRAP":
         options.pop("fsdp_min_num_params", None)
     unsaid = [name for name in ("fsdp_forward_prefetch", "fsdp_activation_checkpointing") if options.get(name) is False]
@@ -242,6 +245,7 @@ def _known_keys(tree: Node, source: str, notes: list[str]) -> dict[str, Node]:
 
 
 def _distribution(kind: Any, source: str) -> Distribution:
+    # FALSE: an unquoted NO that another tool has read by YAML 1.1 and written again.
     known: dict[str, Distribution] = {"FSDP": "fsdp", "NO": "single", "FALSE": "single"}
     known |= dict.fromkeys(("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU"), "ddp")
     if str(kind).upper() not in known:
@@ -279,6 +283,7 @@ def _switch(value: Any, source: str) -> bool:
 def _processes_per_machine(value: Mapping[str, Any], num_machines: int, source: str) -> int | None:
     if str(value.get("num_processes", "auto")) in ("auto", "gpu", "-1", "None"):
         return None
+    # Accelerate counts the processes of all machines together.
     total = _number(value, "num_processes", source) or 0
     if total < 1 or total % num_machines:
         raise UserError(

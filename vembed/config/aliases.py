@@ -224,6 +224,7 @@ def target_of(key: str, block: str | None = None) -> Target | None:
     options = all_options()
     if block is not None and name in BLOCKS[block]:
         return BLOCKS[block][name]
+    # With the prefix first: `offload_params` inside `fsdp:` is FSDP's, whatever the name means at the top.
     for candidate in (PREFIXES[block] + name, name) if block in PREFIXES else (name,):
         if candidate in options:
             return candidate

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vembed.config.aliases import BLOCKS, TRANSLATED, target_of
+from vembed.config.aliases import BLOCKS, target_of
 from vembed.config.options import all_options, nearest, shown
 from vembed.config.spelling import BOOLS
 from vembed.errors import UserError
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
-VALUED_NAMES = frozenset({"precision", "betas", "adam_betas", "scale", "ddp_timeout"})
+VALUED_NAMES = frozenset({"precision", "betas", "adam_betas", "scale", "ddp_timeout", "sampling_alpha"})
 """Translated names that are not switches; as flags they need a value."""
 COUNTED_OTHERWISE = frozenset({"effective_batch_size"})
 """Aliases whose number has another meaning than the option's own."""
@@ -87,6 +87,7 @@ class TrainArguments:
 
     def words(self) -> list[str]:
         """Return the config and options as command-line arguments, for the processes that are started."""
+        # With `=`: no value can be taken for a flag or for the config.
         config = [] if self.config is None else [f"--config={self.config}"]
         stage = [f"--stage={self.stage}"] if self.stage else []
         return [*config, *stage, *(f"--set={override}" for override in self.overrides)]
@@ -109,6 +110,15 @@ def _under_its_own_name(override: str) -> str:
         return override
     target = target_of(last, blocks[-1] if blocks else None)
     return f"{target}={value}" if isinstance(target, str) and last not in COUNTED_OTHERWISE else override
+
+
+def _takes(translation: Callable[[Any], Any], word: str) -> bool:
+    """Return whether a word is a value of a translated name, as `full_shard auto_wrap` is one of `fsdp`."""
+    try:
+        translation(word)
+    except ValueError:
+        return False
+    return bool(word)
 
 
 def train_help() -> str:
@@ -155,6 +165,7 @@ class _Parser:
     def result(self) -> TrainArguments:
         while self.position < len(self.words):
             word = self._take()
+            # A letter must follow: `-1` and `--` are no flags.
             if re.match(r"--?[A-Za-z]", word):
                 self._flag(word)
             elif PAIR.match(word):
@@ -208,12 +219,13 @@ class _Parser:
         option = all_options().get(target) if isinstance(target, str) else None
         if target is None:
             return self._value_of_unknown(word)
-        if option is None and last in VALUED_NAMES and last in TRANSLATED:
-            return self._value(word)
-        if option is not None and "bool" not in option.kinds:
+        needs_value = last in VALUED_NAMES if option is None else "bool" not in option.kinds
+        if needs_value:
             return self._value(word)
         follower = self.words[self.position] if self.position < len(self.words) else "-"
         is_value = follower.lower() in BOOLS or (option is not None and follower.lower() in option.choices)
+        if not isinstance(target, str):
+            is_value = is_value or _takes(target, follower)
         if option is not None and "text" in option.kinds and not follower.startswith("-"):
             is_config = self.config is None and follower.lower().endswith(CONFIG_SUFFIXES)
             is_value = is_value or not (PAIR.match(follower) or is_config)
@@ -227,6 +239,7 @@ class _Parser:
         raise UserError(f"unknown option {word}{hint}")
 
     def _value(self, word: str) -> str:
+        # Values may begin with one dash: `--num-processes -1`.
         if self.position >= len(self.words) or re.match(r"--[A-Za-z]", self.words[self.position]):
             raise UserError(f"{word} needs a value")
         return self._take()

@@ -16,6 +16,7 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+# Whole numbers end at 2**63, since they become int64 in tensors and in TOML.
 Number = BeforeValidator(_no_bool)
 PositiveInt = Annotated[int, Field(gt=0, lt=2**63), Number]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), Number]

@@ -121,6 +121,7 @@ def resolve_fsdp(config: TrainConfig, values: Mapping[str, Any], source: str) ->
 
 
 def _offload(values: Mapping[str, Any], source: str) -> bool:
+    # Both values only if the two switches differ.
     said = {bool(values[name]) for name in ("fsdp_offload_params", "fsdp_cpu_offload") if name in values}
     if len(said) == 2:
         raise UserError(

@@ -101,6 +101,7 @@ class Layer:
         elif name in BLOCKS and isinstance(value, Node) and isinstance(value.value, dict):
             for inner_key, node in value.value.items():
                 self.take(inner_key.split("."), node, node.line or 0, block=name, prefix=f"{prefix}{key}.")
+        # Its keys are the user's own column names, so `column_mapping.query=title` adds an entry and is no option.
         elif name == "column_mapping" and inner:
             earlier = dict(self.given.pop(name).value) if name in self.given else {}
             plain = value.plain() if isinstance(value, Node) else value
@@ -156,7 +157,11 @@ class Layer:
     def enter(
         self, option: str, value: Any, written: str, where: str, line: int, *, is_as_written: bool = False
     ) -> None:
-        """Enter an option under its own name and canonical value; record invalid, duplicate and translated entries."""
+        """Enter an option under its own name and canonical value; record invalid, duplicate and translated entries.
+
+        `written`: the key as it stands in the source. `is_as_written`: no line on the translation is recorded, since
+        the caller has recorded one.
+        """
         name = str(option)
         try:
             final = checked(name, normalise(name, value))
@@ -193,6 +198,7 @@ def source_layers(source: str | Path | Mapping[str, Any] | TrainConfig, stage: s
     if isinstance(source, TrainConfig):
         layer = Layer("TrainConfig")
         for name, value in source:
+            # What was set. Defaults are no layer: they would win over the launcher and files.
             if name in source.model_fields_set:
                 layer.given[name] = Given(name, value, name, "TrainConfig")
         return [layer]
@@ -205,6 +211,7 @@ def source_layers(source: str | Path | Mapping[str, Any] | TrainConfig, stage: s
     keys: dict[str, Node] = dict(tree.value)
     keys.pop(OWN_PRESETS, None)  # `own_preset` takes the one that is named
     in_order = training_blocks(keys, name)
+    # From here on both lists of stages are `training_stages`.
     if in_order is not None:
         keys.pop(ROAD)
         keys[STAGES] = in_order

@@ -117,6 +117,7 @@ def resolve_run(
         translated=tuple(line for layer in layers for line in layer.translated),
         notes=[*notes, *rules.remarks(config)],
         file=file,
+        # `weaker` is empty only beside a launcher with FSDP options (`_accelerate_layers`).
         base=launcher.name if "use_fsdp" in launcher.given else weaker[0].name,
         env=env,
     )
@@ -169,6 +170,7 @@ def render(config: TrainConfig, origins: Mapping[str, str] | None = None, *, onl
             lines += ["", f"# {section}"]
         text = f"{name}: {one_line_yaml(values[name])}"
         lines.append(f"{text}  # {origins[name]}" if origins else text)
+    # Without the empty line before the first section.
     return "\n".join(lines[1:]) + "\n"
 
 
@@ -232,6 +234,7 @@ def _of_version(layer: Layer, version: int, notes: list[str]) -> list[Given]:
 
 def _agree(one: Any, other: Any) -> bool:
     """Return True if two switches for one option agree."""
+    # Words of two spellings of one switch: strategy: fsdp is use_fsdp: true, FULL_SHARD is reshard_after_forward: true.
     meanings = {"fsdp": True, "FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False}
     means = [meanings.get(value, value) if isinstance(value, str) else value for value in (one, other)]
     return "auto" in means or (all(isinstance(value, bool) for value in means) and means[0] == means[1])
@@ -247,6 +250,7 @@ def _imply(given: dict[str, Given], problems: list[str]) -> None:
     if qlora is not None and qlora.value and "use_lora" not in given:
         given["use_lora"] = Given("use_lora", True, "use_qlora", f"implied by use_qlora, {qlora.where}")
     batch, parts = given.get("global_batch_size"), given.get("gradient_accumulation_steps")
+    # Elsewhere an effective batch counts the accumulated batches; here a step takes the global batch at once.
     if batch is not None and batch.key.endswith("effective_batch_size") and parts is not None:
         if batch.value % parts.value:
             problems.append(
@@ -309,6 +313,7 @@ def _beside_the_file(given: dict[str, Given], names: Sequence[str], file: Path, 
 
     for name in names:
         one = given.get(name)
+        # Words of the command line are typed in the current directory, and a preset's name is no path.
         if one is None or one.value is None or one.level is Level.COMMAND_LINE or one.value in preset_names():
             continue
         given[name] = replace(one, value=located(name, one.value))

@@ -100,6 +100,7 @@ _BLOCK_NAMES = frozenset(name for block in _BLOCKS.values() for name in block.mo
 @cache
 def _adapter(name: str) -> TypeAdapter[Any]:
     field = TrainConfig.model_fields[name]
+    # Pydantic moves the constraints of `Annotated` into the field's metadata; the adapter needs them back.
     kept: Any = field.annotation
     for item in field.metadata:
         kept = Annotated[kept, item]
@@ -107,6 +108,7 @@ def _adapter(name: str) -> TypeAdapter[Any]:
 
 
 def _refusal(option: Option, value: Any, error: ValidationError) -> str:
+    # Of a union pydantic lists the problems with each member; an unknown key says more than that the value is no text.
     for problem in error.errors():
         *inside, key = problem["loc"] or ("",)
         if problem["type"] == "extra_forbidden":
@@ -120,6 +122,7 @@ def _refusal(option: Option, value: Any, error: ValidationError) -> str:
     if value is None:
         return f"{option.name} has no value; give {option.accepts}, or leave the line out for {shown(option.default)}"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # 2^63 as a float too: YAML and JSON give 1e30.
     if is_number and "whole number" in option.accepts and abs(value) >= 2**63 and value == value // 1:
         return f"{option.name}: {shown(value)} is too large; a whole number must be below 2^63"
     near = nearest(str(value), option.choices) if isinstance(value, str) else None

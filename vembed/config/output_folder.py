@@ -22,6 +22,7 @@ def expand_output_dir(
     template: str, values: Mapping[str, Any], env: Mapping[str, str] = os.environ, *, resume: Any = False
 ) -> str:
     """Return the folder that a template names. `values`: the options by name. Raise ValueError for a bad template."""
+    # Not str.format: other braces, format specs and attributes in a folder's name stay as they are.
     names = _FIELD.findall(template)
     if not names:
         return template
@@ -52,6 +53,7 @@ def _start_time(env: Mapping[str, str]) -> float:
     """Return the start of this run. Ranks take the start of the process that started them, which they share."""
     if env.get("LOCAL_RANK") is None:
         return time.time()
+    # Loaded only here: a dry run and `--help` do without it.
     import psutil
 
     return float(psutil.Process(os.getppid()).create_time())

@@ -15,6 +15,8 @@ OWN_FILES = frozenset({
     "config.yaml", "metrics.jsonl", "run.json", "report.html", "report.md", "final", "tensorboard", "logs",
 })  # fmt: skip
 """Files and folders of output_dir that a run writes, replaces or cuts."""
+# Also what is beside them for a while: checkpoint-100.partial, .final.new, .hub, .probe-0 (of the test for a shared
+# disk).
 _CHECKPOINT = re.compile(r"checkpoint-\d+.*|\.(final|hub|probe-\d+).*")
 
 
@@ -24,7 +26,7 @@ def is_own(config: TrainConfig, name: str) -> bool:
 
 
 def log_file_is_another(config: TrainConfig) -> Violation | None:
-    """The log is a file of its own."""
+    """Return a violation where the log would be written into another file of the run."""
     if config.log_file in OWN_FILES or _CHECKPOINT.fullmatch(config.log_file):
         said = f"log_file: {config.log_file} is a file or folder that the run writes itself: give another name"
         return Violation(("log_file",), said)
@@ -32,7 +34,7 @@ def log_file_is_another(config: TrainConfig) -> Violation | None:
 
 
 def data_are_kept(config: TrainConfig) -> Violation | None:
-    """No data file is among those that the run replaces or cuts."""
+    """Return a violation where a data file is among those that the run replaces or cuts."""
     output = Path(config.output_dir)
     for option in ("data_path", "val_data_path"):
         for name in _paths(dict(config)[option]):
@@ -49,7 +51,7 @@ def data_are_kept(config: TrainConfig) -> Violation | None:
 
 
 def names_are_text(config: TrainConfig) -> Violation | None:
-    """Every text can be written to config.yaml and to the report."""
+    """Return a violation where a text cannot be written to config.yaml and to the report."""
     for option, value in dict(config).items():
         for text in _texts(value):
             try:

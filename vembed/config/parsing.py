@@ -24,6 +24,7 @@ MAX_DEPTH = 40
 
 CORE_TAGS = ("str", "int", "float", "bool", "null", "seq", "map")
 _TAG = "tag:yaml.org,2002:"
+# Tag, pattern, and the first characters of a match, by which PyYAML looks patterns up; "" is an empty value.
 _RESOLVERS = [
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -135,6 +136,7 @@ class _YamlTree:
 
     def node(self, source: yaml.Node, depth: int) -> Node:
         line = source.start_mark.line + 1
+        # compose() keeps an alias as the node it stands for, so each mention is converted and counted again.
         self.num_values += 1
         if self.num_values > MAX_VALUES:
             raise UserError(f"{self.name}: its anchors expand to more than {MAX_VALUES:,d} values.")
@@ -197,6 +199,7 @@ def parse_toml(text: str, name: str) -> Node:
     for piece in re.split(r"[=\n,{}\[\]]", text):
         if piece.count(".") > MAX_DEPTH and sum(map(bool, map(str.strip, piece.split(".")))) > MAX_DEPTH:
             raise UserError(f"{name}: a dotted key has more than {MAX_DEPTH} parts.")
+    # Keys are counted before parsing, too, since that bounds the time.
     if len(re.findall(r"^[^#\n=]+=", text, re.MULTILINE)) > MAX_VALUES:
         raise UserError(f"{name}: more than {MAX_VALUES:,d} values, or nested deeper than {MAX_DEPTH} levels.")
     try:
@@ -263,6 +266,8 @@ def _located(data: Any, text: str, name: str, pattern: str) -> Node:
             if failed < MAX_FAILED:
                 match = search(text, position) or search(text, start)
                 failed += match is None
+            # From the last character of the match on: in `a.b = 1` the pattern of b begins with the dot that ends that
+            # of a.
             position = match.end() - 1 if match else start
             found[str(key)] = convert(inner, position, depth + 1)
         return Node(found, line)

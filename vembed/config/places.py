@@ -9,8 +9,10 @@ from pathlib import Path
 from vembed.config.entries import DataSource
 from vembed.config.layers import RESULT_OF
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import data_sources
 
 DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
+# user/name:config:split, where the user, the config and the split may be missing.
 _HUB_DATASET = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(:[^/:]*){0,2}")
 
 
@@ -33,7 +35,7 @@ def is_pattern_or_address(path: str) -> bool:
 
 def data_places(config: TrainConfig) -> list[tuple[str, str]]:
     """Return the option and the path of each source of data."""
-    sources = config.data_path if isinstance(config.data_path, list) else [config.data_path]
+    sources = data_sources(config)
     places = [("data_path", source if isinstance(source, str) else source.path) for source in sources]
     places += [
         ("val_data_path", source.val_data_path)

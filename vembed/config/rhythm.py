@@ -66,13 +66,7 @@ class Rhythm:
 
     def applied(self, config: TrainConfig, epochs: float) -> TrainConfig:
         """Return the config with numbers in place of `auto`."""
-        values: dict[str, Any] = {
-            "eval_steps": self.eval_steps,
-            "save_steps": self.save_steps,
-            "logging_steps": self.logging_steps,
-            "patience": self.patience,
-            "load_best_model_at_end": self.keeps_best,
-        }
+        values = self._values()
         if config.max_steps is None:
             values["epochs"] = epochs
         given = dict(config)
@@ -80,17 +74,21 @@ class Rhythm:
 
     def lines(self) -> list[str]:
         """Return one line for each decision."""
-        values = {
+        values = self._values()
+        return [
+            f"{name}: {'none' if values[name] is None else str(values[name]).lower()} (auto; {reason})"
+            for name, reason in self.reasons.items()
+        ]
+
+    def _values(self) -> dict[str, Any]:
+        """Return the decisions under the names of their options."""
+        return {
             "eval_steps": self.eval_steps,
             "save_steps": self.save_steps,
             "logging_steps": self.logging_steps,
             "patience": self.patience,
             "load_best_model_at_end": self.keeps_best,
         }
-        return [
-            f"{name}: {'none' if values[name] is None else str(values[name]).lower()} (auto; {reason})"
-            for name, reason in self.reasons.items()
-        ]
 
 
 def passes(config: TrainConfig, num_examples: int) -> Decision[float]:
@@ -147,6 +145,7 @@ def _eval_steps(config: TrainConfig, size: Size, reasons: dict[str, str]) -> int
         return None
     share = size.evaluation_share
     count = int(min(max(SHARE / share, FEWEST_EVALUATIONS), NUM_EVALUATIONS))
+    # Even the fewest evaluations would take longer than the training itself.
     if FEWEST_EVALUATIONS * share > 1 and not needs_checkpoints(config):
         reasons["eval_steps"] = f"before and after training: one evaluation takes {share:.0%} of the computation"
         return None
@@ -221,5 +220,6 @@ def _patience(config: TrainConfig, eval_steps: int | None, reasons: dict[str, st
 
 def _round_down(value: int) -> int:
     """Return the largest of 1, 2, 3, 4, 5, 6, 8 times a power of ten that is not above the value."""
+    # The power of ten with as many digits.
     unit: int = 10 ** (len(str(value)) - 1)
     return max(one * unit for one in (1, 2, 3, 4, 5, 6, 8) if one * unit <= value)

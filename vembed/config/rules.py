@@ -41,6 +41,7 @@ def batch_size_per_process(config: TrainConfig, world_size: int) -> int:
 
 
 def _one_batch_size(config: TrainConfig) -> Violation | None:
+    # Given, with whatever value: who writes both believes that both count.
     if config.global_batch_size is None or "batch_size" not in config.model_fields_set:
         return None
     return Violation(

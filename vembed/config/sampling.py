@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["proportional", "temperature", "round_robin", "weights"]
+# The numbers of the pattern are 0, 1, .5, 0.5 and 1.0; what it lets through above 1 is refused by value.
 FORM = re.compile(r"(proportional|round_robin|weights)|temperature\(\s*(0|1|0?\.\d+|[01]\.\d*)\s*\)")
 ACCEPTED = "proportional, temperature(alpha) with alpha from 0 to 1, round_robin or weights"
 
@@ -52,6 +53,7 @@ def parse_sampling(text: str) -> Sampling:
         case "round_robin":
             return Sampling("round_robin")
         case "weights":
+            # size ** 0: the weights alone.
             return Sampling("weights", 0.0)
         case "proportional":
             return PROPORTIONAL

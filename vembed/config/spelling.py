@@ -75,10 +75,12 @@ def normalise(name: str, value: Any) -> Any:
         words |= dict.fromkeys(others.split(), choice) | {_fold(choice): choice}
     if name == "report_to":
         return _trackers(value, words)
+    # Small numbers are words too: YAML reads `num_processes: -1` as a number.
     is_word = isinstance(value, str) or (isinstance(value, int) and -10 < value < 100)
     if is_word and _fold(value) in words:
         return words[_fold(value)]
     if isinstance(value, str):
+        # "1" stays a number where an option takes both.
         if "bool" in option.kinds and value.lower() in BOOLS and not value.isdigit():
             return as_bool(value)
         if name == "fsdp_version" and value.strip() in ("1", "2"):
@@ -123,4 +125,5 @@ def _trackers(value: Any, words: Mapping[str, str]) -> Any:
 
 
 def _fold(value: Any) -> str:
+    # Only behind a letter or digit: the sign of -1 stays.
     return re.sub(r"(?<=\w)[\s-]+", "_", str(value).strip().lower())

@@ -118,6 +118,7 @@ def training_blocks(keys: Mapping[str, Node], name: str) -> Node | None:
         before, mined = road.model_before(step.name), road.mined_before(step.name)
         # A training stage right before is found by those who read the blocks, and named as the place of the model.
         if before is not None and (step.start is not None or before.kind != "train"):
+            # setdefault: what the block says itself holds.
             block.setdefault("model_name", Node(str(road.folder(before.name) / "final"), keys[STAGES].line))
         if mined is not None:
             block.setdefault("data_path", Node(str(road.folder(mined.name) / MINED), keys[STAGES].line))
@@ -151,6 +152,7 @@ def _mines_within(node: Node) -> bool:
 
 
 def _step(given: str | None, block: dict[str, Node], number: int, name: str, earlier: list[str]) -> Step:
+    # A step between has its kind as its only key, beside `from`; among other keys `mine` is the option of a training.
     kinds = [kind for kind in OTHER_KINDS if kind in block and (len(block) == 1 or "from" in block)]
     if kinds == ["mine"] and _mines_within(block["mine"]):
         kinds = []

@@ -47,10 +47,14 @@ def source_config(config: TrainConfig, source: str | DataSource) -> TrainConfig:
     return config.model_copy(update=own) if own else config
 
 
+def data_sources(config: TrainConfig) -> list[str | DataSource]:
+    """Return `data_path` as a list, of one source too."""
+    return config.data_path if isinstance(config.data_path, list) else [config.data_path]
+
+
 def source_configs(config: TrainConfig) -> list[TrainConfig]:
     """Return `source_config` for each source."""
-    sources = config.data_path if isinstance(config.data_path, list) else [config.data_path]
-    return [source_config(config, source) for source in sources] or [config]
+    return [source_config(config, source) for source in data_sources(config)] or [config]
 
 
 def has_tasks(config: TrainConfig) -> bool:
@@ -60,8 +64,7 @@ def has_tasks(config: TrainConfig) -> bool:
 
 def data_entries(config: TrainConfig) -> list[DataSource]:
     """Return the entries of `data_path`."""
-    sources = config.data_path if isinstance(config.data_path, list) else [config.data_path]
-    return [DataSource(path=one) if isinstance(one, str) else one for one in sources]
+    return [DataSource(path=one) if isinstance(one, str) else one for one in data_sources(config)]
 
 
 def task_numbers(config: TrainConfig) -> list[int]:

@@ -104,9 +104,11 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> type[Pr
     own_code = config.to_dict().get("auto_map", {}).get("AutoModel")
     if own_code is not None and trust_remote_code:
         return cast(type[PreTrainedModel], get_class_from_dynamic_module(own_code, config.name_or_path))
+    # The private mapping, since AutoModel.from_config would build the model to tell its class.
     if type(config) not in AutoModel._model_mapping:
         raise UserError(f"Transformers has no model for model_type {kind!r}, so vembed cannot use it")
     found = AutoModel._model_mapping[type(config)]
+    # Several classes for one config: the first is the plain model.
     chosen = found[0] if isinstance(found, tuple) else found
     if config.to_dict().get("is_encoder_decoder"):
         raise UserError(f"model_type {kind!r} is an encoder-decoder, which vembed does not support")
@@ -179,6 +181,7 @@ def shape_of(folder: Path, config: PretrainedConfig, family: Family, *, trust_re
     chosen = model_class(config, trust_remote_code=trust_remote_code)
     if isinstance(config, OwnConfig):  # whose class may change while its name stays
         return _read_shape(folder, chosen, config, family)
+    # By the settings' text: values of a config may be lists and dicts, which are no keys.
     key = (chosen, family.name, repr(sorted(config.to_dict().items(), key=str)), _files_of(folder))
     if key not in _shapes:
         _shapes[key] = _read_shape(folder, chosen, config, family)
@@ -214,6 +217,7 @@ def _hidden_dim(config: PretrainedConfig, family: Family) -> int:
     values = config.to_dict()
     if family.embedding_size is not None:
         return int(reduce(getitem, family.embedding_size, values))
+    # Convolutional and hierarchical networks widen from stage to stage; the last stage is pooled.
     if "hidden_sizes" in values:
         return int(values["hidden_sizes"][-1])
     return int(config.get_text_config().hidden_size)

@@ -95,6 +95,7 @@ def _family(facts: Facts) -> Family:
         return detected
     if wanted.has_two_models and not detected.has_two_models:
         raise UserError(f"model_family: {asked} needs image_model_name, the tower for images")
+    # Between encoder and decoder of texts the user may decide: a decoder may have been trained to see both sides.
     if wanted != detected and not (wanted.reads_only_text and detected.reads_only_text):
         raise UserError(
             f"model_family: {asked} does not fit {facts.config.model_name}, whose config.json makes it "
@@ -334,6 +335,7 @@ def _normalize(facts: Facts) -> bool:
 
 def _truncate_dim(facts: Facts, embedding_dim: int) -> int | None:
     own = facts.files.truncate_dim if facts.files is not None else None
+    # A size that cuts nothing is no cut.
     if own is None or own >= embedding_dim:
         return None
     facts.reasons["truncate_dim"] = "from config_sentence_transformers.json"

@@ -77,6 +77,7 @@ class ModelDescription:
         """Return plain values for the saved description, without reasons and with paths relative to its folder."""
         values = asdict(self)
         del values["reasons"]
+        # The saved folder is self-contained: paths of this machine mean nothing elsewhere, and are not published.
         values["source"] = "."
         values["adapter"] = None
         values["image_source"] = None if self.image_source is None else IMAGE_TOWER_FOLDER

@@ -112,6 +112,7 @@ def _prompt(facts: Facts, kind: Literal["query", "document"], names: tuple[str, 
         if facts.files.default_prompt is not None:
             facts.reasons[key] = "default prompt in config_sentence_transformers.json"
             return facts.files.default_prompt
+    # A model whose files name any prompts is taken at its word; the table is for those published without.
     published = None if facts.files is not None and facts.files.prompts else published_prompts(facts.config.model_name)
     if published is None:
         return ""
@@ -156,6 +157,7 @@ def max_length(facts: Facts, family: Family) -> int:
         limits["sentence_bert_config.json"] = facts.files.max_length
     else:
         limits["model_max_length in tokenizer_config.json"] = facts.of_tokenizer("model_max_length")
+    # The smallest limit holds, and its reason is logged. Tokenizers without a limit say 1e30.
     known = {why: int(limit) for why, limit in limits.items() if limit is not None and limit > 0}
     reason = min(known, key=lambda why: known[why])
     facts.reasons["max_length"] = reason

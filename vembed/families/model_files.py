@@ -37,6 +37,7 @@ from vembed.families.weight_files import (
 
 RUN_CONFIG, CHECKPOINT_STATE = "config.yaml", "state.json"
 """Files that tell a run's folder and a checkpoint from a model."""
+# No pickled weights, and no exports to other runtimes, which would double the download.
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 _NOT_WANTED = ["onnx/*", "openvino/*", "consolidated*", "original/*", "*.onnx*"]
 _POOLING_FLAGS = {
@@ -221,6 +222,8 @@ def read_model(name: str, revision: str | None = None) -> ModelFiles:
     settings = read_settings(backbone / ADAPTER_CONFIG, AdapterSettings)
     assert settings is not None
     below = model_folder(settings.base_model_name_or_path, settings.revision)
+    # Before the base is read: an adapter that names itself would be followed without end. Below, the base's backbone
+    # may be in a subfolder.
     if _is_adapter(below):
         raise UserError(f"{folder} is an adapter on top of another adapter, {below}; merge that one first")
     base = read_model(settings.base_model_name_or_path, settings.revision)

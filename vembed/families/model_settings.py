@@ -168,6 +168,7 @@ def check_config(path: Path, tensors: int | None) -> None:
     Done before Transformers sees it: a config with a million layers would be built layer by layer.
     """
     values = read_object(path) or {}
+    # A layer has a tensor of its own, but for layers that share theirs (ALBERT): hence 128 at the least.
     most = MOST_LAYERS if tensors is None else max(tensors, 128)
     for place, settings in (("", values), *((f"{key}.", one) for key, one in values.items() if isinstance(one, dict))):
         for name in sorted(SIZES & settings.keys()):
@@ -228,6 +229,7 @@ def first_sentence(error: BaseException) -> str:
 
 def _check_size(path: Path, name: str, value: Any, most: int | None) -> None:
     sizes = value if isinstance(value, list) else [value]
+    # Dense models of a family that also has experts say 0 experts.
     least = 0 if name.rpartition(".")[2] in EXPERT_COUNTS else 1
     for size in sizes:
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < least):

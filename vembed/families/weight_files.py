@@ -113,6 +113,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         raise UserError(f"{path} is not a safetensors file: its header is not a JSON object")
     metadata = header.pop(METADATA, None) or {}
     tensors = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
+    # Tensors follow each other without gaps, so the file ends where the last one does.
     needed = max((one.end for one in tensors.values()), default=8 + length)
     if needed != size:
         raise UserError(f"{path} has {size:,d} bytes, and its header describes {needed:,d}: copy the file again")

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import PurePosixPath
 from typing import Any
 
 from vembed.errors import RunError, UserError
@@ -37,6 +38,7 @@ class Hub:
         """Make the repository if it is missing: private, unless `public`. Raise UserError for a public one that is
         there already, unless `public`."""
         with _reaching(self.repository):
+            # The Hub completes a name without a user.
             self.repository = self.api.create_repo(self.repository, private=not self.public, exist_ok=True).repo_id
             is_private = self.api.repo_info(self.repository).private
         if not is_private and not self.public:
@@ -61,6 +63,7 @@ class Hub:
     def changed(self, files: Sequence[File]) -> list[File]:
         """Return the files that the repository does not have with this content."""
         there: dict[str, Any] = {}
+        # The names go in the body of a request: pieces bound its size.
         for start in range(0, len(files), 500):
             some = self.api.get_paths_info(self.repository, [file.path for file in files[start : start + 500]])
             there |= {one.path: one for one in some}
@@ -69,7 +72,7 @@ class Hub:
     def refuse_token(self, files: Sequence[File]) -> None:
         """Raise UserError if a text file holds the token."""
         for file in files:
-            if file.path[file.path.rfind(".") :] in TEXT_FILES and self._token.encode() in file.read():
+            if PurePosixPath(file.path).suffix in TEXT_FILES and self._token.encode() in file.read():
                 raise UserError(f"{file.path} holds your token of the Hub, and would publish it: remove it there")
 
     def _commit(self, files: Sequence[File], message: str) -> None:
@@ -112,7 +115,8 @@ def _reaching(repository: str) -> Iterator[None]:
     """Raise a UserError or a RunError of one sentence for what the Hub or the network refuses."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    # Errors of the HTTP library, whose name differs by version; RuntimeError: a large file was not taken.
+    # Bases of HfHubHTTPError: the errors of the HTTP library, whose name differs by version. RuntimeError: a large file
+    # was not taken.
     failures: Any = (*HfHubHTTPError.__bases__, ValueError, RuntimeError)
     try:
         yield

@@ -18,7 +18,7 @@ MODEL_FOLDER = "final"
 TEXT_FILES = frozenset({".md", ".html", ".json", ".jsonl", ".txt", ".yaml", ".py", ".jinja"})
 DATA_OPTIONS = (
     "column_mapping", "val_split", "max_negatives", "max_train_examples", "retrieval_mode", "homogeneous_batches",
-    "sampling_alpha", "no_duplicates", "on_bad_record", "query_prompt", "document_prompt", "max_length",
+    "sampling", "no_duplicates", "on_bad_record", "query_prompt", "document_prompt", "max_length",
 )  # fmt: skip
 """Options that say how the data were read."""
 
@@ -65,7 +65,8 @@ def publication(model: str, *, report: bool = True) -> list[File]:
 
 
 def model_files(folder: Path) -> list[File]:
-    """Return the files of a model's folder. Hidden files and links that lead out of it are left out."""
+    """Return the files of a model's folder without hidden ones. Raise UserError for a link that leads out of it, whose
+    target may be a file that nobody means to publish."""
     found = []
     for path in sorted(folder.rglob("*")):
         inner = path.relative_to(folder)
@@ -100,6 +101,7 @@ def local_folders(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the folders of this machine that a config names, longest first: they are not published."""
     named = {str(PurePath(one).parent) for one in _texts(config) if one[:1] in ("/", "~")}
     places = {str(Path.cwd()), str(Path.home()), *named}
+    # Longest first: a folder inside another is replaced as a whole. Not `/` itself, which is in every path.
     return tuple(sorted((one for one in places if len(one) > 1), key=len, reverse=True))
 
 

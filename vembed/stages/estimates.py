@@ -83,6 +83,8 @@ def estimates(
         one = replace(arguments, stage=step.name, first_stage=None, last_stage=None)
         if before is not None and "model_name" not in step.block:
             one = replace(one, overrides=(*one.overrides, f"model_name={models[before.name]}"))
+        # For a stage that starts from an earlier one this is the name given above: of the first model, whose shapes
+        # it has.
         models[step.name] = resolve_run(one.source, one.overrides, stage=step.name).config.model_name
         unmined = _data_before_mining(road, step)
         if unmined is not None:
@@ -128,12 +130,14 @@ def _of_training(step: Step, prediction: Prediction, remark: str) -> Estimate:
 
 def _between(step: Step, newest: Prediction | None) -> Estimate:
     """Return the estimate of a step between trainings. `newest`: the training before it, whose model has its shapes."""
+    # 2**20 elements in float64: PIECE of weights/methods.py, which is not imported because it imports torch.
     if step.kind == "merge":
         return Estimate(step, "pieces of 8 MB of each model", "that of reading each model once")
     if newest is None:
         return Estimate(step, UNKNOWN)
     from vembed.tools.hours import encoding_seconds
 
+    # Weights in float32.
     memory = f"{4 * newest.size.total / GIB:.1f} GB (weights), and micro-batches"
     options = step.options()
     places = _places(options.get("data_path"), options.get("corpus_path"), options.get("data"))

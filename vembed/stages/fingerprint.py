@@ -10,6 +10,7 @@ from typing import Any
 
 from vembed.config.entries import DataSource
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import data_sources
 from vembed.training.resume import MAY_CHANGE
 
 PART = 2**20
@@ -23,14 +24,14 @@ RESULTS = frozenset(
 def of_training(config: TrainConfig, before: str | None, world_size: int) -> str:
     """Return the fingerprint of a training stage. `before`: that of the step whose model it starts from."""
     values = {name: value for name, value in config.to_dict().items() if name not in MAY_CHANGE or name in RESULTS}
+    # The gradient depends on the global batch only, so the same fingerprint holds for 2 x 32 and 4 x 16.
     values["global batch"] = config.global_batch_size or config.batch_size * world_size
     values["model_name"] = before or _of_place(config.model_name)
-    sources = config.data_path if isinstance(config.data_path, list) else [config.data_path]
     values["data"] = [
         [_of_place(one.path), one.model_dump(mode="json", exclude={"path"})]
         if isinstance(one, DataSource)
         else _of_place(one)
-        for one in sources
+        for one in data_sources(config)
     ]
     if config.load_best_model_at_end and config.val_data_path:
         values["validation data"] = [_of_place(config.val_data_path), config.eval_metric, config.eval_steps]
@@ -68,6 +69,7 @@ def _of_file(path: Path) -> str:
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
+        # A set: the places coincide in files of at most PART bytes.
         for place in sorted({0, max(size // 2 - PART // 2, 0), max(size - PART, 0)}):
             file.seek(place)
             digest.update(file.read(PART))

@@ -10,6 +10,7 @@ from typing import Any
 from vembed.errors import UserError
 
 _COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+# An optional comparison and a decimal number, also `.5` and `1e-3`.
 _CONDITION = re.compile(r"\s*(>=|<=|>|<)?\s*([+-]?\d*\.?\d+(?:[eE][+-]?\d+)?)\s*")
 
 

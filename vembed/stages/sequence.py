@@ -73,6 +73,7 @@ def run_stages(
     chosen = _chosen(road, Range(arguments.stage, arguments.first_stage, arguments.last_stage))
     for step in road.steps:
         stage = _Stage(road, step, arguments, verb, env, starts_processes, train)
+        # Also of steps that are not run: those behind them depend on it.
         prints[step.name] = stage.fingerprint(prints)
         if step not in chosen:
             continue
@@ -145,6 +146,8 @@ class _Stage:
             _say(f"stage {self.step.name}: what it depends on has changed; the old one is now {aside}", self.env)
         _say(f"stage {self.step.name}: {self.step.kind} in {self.folder}", self.env)
         began = time.time()
+        # "started" is noted first: a step that is killed is not done, and a start with another fingerprint moves its
+        # folder away.
         self._write({"fingerprint": fingerprint, "state": "started", "kind": self.step.kind})
         self._wait_for_rank_0(fingerprint)
         result: dict[str, Any] = {}
@@ -193,6 +196,7 @@ class _Stage:
         options = self.step.options()
         model = self._model()
         if self.step.kind == "mine":
+            # `vembed mine` takes options as key=value, and only the launcher's as flags.
             flags = _flags({"nproc": options.pop("nproc", None)})
             options = {"model_name": model, **options, "output_path": str(self.folder / MINED)}
             return "mine", [f"{key}={_word(value)}" for key, value in options.items() if value is not None] + flags
@@ -248,7 +252,7 @@ class _Stage:
         return int(num_processes) * num_machines if num_processes != "auto" else 1
 
     def _wait_for_rank_0(self, fingerprint: str) -> None:
-        """Nobody may write into the folder before rank 0 has moved an old one away."""
+        """Wait until rank 0 has noted the start: no rank may write into the folder before an old one is moved away."""
         deadline = time.monotonic() + SHARED_WITHIN
         while self._state().get("fingerprint") != fingerprint:
             if time.monotonic() > deadline:
@@ -259,7 +263,7 @@ class _Stage:
             time.sleep(0.05)
 
     def _wait_for(self, path: Path) -> None:
-        """Under a launcher rank 0 writes what the others read, and they may be here before it has."""
+        """Wait for a file that rank 0 writes and all read: under a launcher the others may be here before it has."""
         deadline = time.monotonic() + SHARED_WITHIN
         while not (path.is_file() and path.stat().st_size) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -293,9 +297,8 @@ def _chosen(road: Road, asked: Range) -> list[Step]:
 
 
 def _is_training(road: Road, name: str) -> bool:
-    return any(step.name == name and step.kind == "train" for step in road.steps) or name not in {
-        step.name for step in road.steps
-    }
+    # A name that no step has counts as one: the training refuses it with the names that there are.
+    return all(step.kind == "train" for step in road.steps if step.name == name)
 
 
 def _aside(folder: Path) -> Path:

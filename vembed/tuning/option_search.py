@@ -54,22 +54,21 @@ def run_tune(
     *,
     nproc: int = 0,
     is_dry_run: bool = False,
-    env: Mapping[str, str] = os.environ,
     give: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> int:
     """Search, or go on with a search; write the best config and the picture. Return the exit code. `give` gets the
     result."""
     _optuna()
-    if WORKER in env:
+    if WORKER in os.environ:
         work(search)
         return 0
-    config = resolve_run(search.config, search.overrides, env=env).config
+    config = resolve_run(search.config, search.overrides).config
     if config.val_data_path is None and config.val_split is None:
         raise UserError(
             "vembed tune compares trials on validation data, and the config has none: give val_data_path, or "
             "val_split: 0.1"
         )
-    devices = num_visible_devices(dict(env))
+    devices = num_visible_devices()
     workers = min(nproc or max(devices, 1), search.num_trials)
     if is_dry_run:
         sys.stdout.write(_plan(search, config, workers, devices))
@@ -80,7 +79,7 @@ def run_tune(
     if workers == 1:
         work(search)
     else:
-        _start_workers(search, workers, devices, env)
+        _start_workers(search, workers, devices)
     study = _study(search)
     done = _finished(study)
     if not any(one.value is not None and one.state.name == "COMPLETE" for one in done):
@@ -97,6 +96,8 @@ def work(search: Search) -> None:
     known = read_space(search.folder)
     study = _study(search)
     num_failed = 0
+    # The second bound ends a search whose values all fail. Failed trials are not taken, so others are made in their
+    # place.
     while len(_taken(study)) < search.num_trials and num_failed < search.num_trials:
         trial = study.ask()
         if sum(one.number <= trial.number for one in _taken(study)) > search.num_trials:
@@ -139,6 +140,7 @@ def _begin(search: Search) -> list[Range]:
             study.tell(one.number, state=optuna.trial.TrialState.FAIL)
         sys.stdout.write(f"going on with the search in {search.folder}: {len(_finished(study))} trials are done\n")
         return read_space(search.folder)
+    # space.json is written last, so a journal without it is that of a search killed during trial 0.
     (search.folder / JOURNAL).unlink(missing_ok=True)
     sys.stdout.write("trial 0: the config as it is\n")
     seen, result = _run(search, 0, {}, None)
@@ -167,6 +169,7 @@ def _train(search: Search, known: Sequence[Range], trial: Any) -> float:
     optuna = _optuna()
     values = {one.option: one.suggest(trial) for one in known}
     seen, _ = _run(search, trial.number, values, trial)
+    # Asked again: the run has ended without a word on why.
     if trial.should_prune():
         raise optuna.TrialPruned
     return max(seen)
@@ -201,15 +204,16 @@ def _run(search: Search, number: int, values: Mapping[str, Any], trial: Any) -> 
     return seen, folder
 
 
-def _start_workers(search: Search, workers: int, devices: int, env: Mapping[str, str]) -> None:
+def _start_workers(search: Search, workers: int, devices: int) -> None:
     """Start the processes, one for each GPU that is used, and wait for them."""
     command = [sys.executable, "-m", "vembed", "tune", search.config, "--trials", str(search.num_trials),
                "--output", str(search.folder), *_flags(search)]  # fmt: skip
     running = []
     for number in range(workers):
-        own = {**env, WORKER: str(number)}
+        own = {**os.environ, WORKER: str(number)}
         if devices:
-            visible = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            # Some of the GPUs may be given by the user; "".split(",") is [""].
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
             own["CUDA_VISIBLE_DEVICES"] = visible[number % devices] if any(visible) else str(number % devices)
         else:
             # Processes that each take all cores are slower than one after the other.

@@ -80,6 +80,7 @@ def importance(study: Any) -> Mapping[str, float]:
     with warnings.catch_warnings():
         # Of few trials, or equal ones: the shares are then equal, which the caller's line shows.
         warnings.filterwarnings("ignore", "Target and region quantiles", UserWarning)
+        # PED-ANOVA by name: the default of earlier versions of optuna needs scikit-learn.
         shares: dict[str, float] = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
     return shares
 

@@ -76,11 +76,13 @@ def from_plain(values: Mapping[str, Any]) -> Range:
 
 
 def _all(config: TrainConfig) -> list[Range]:
+    # Ranges are ratios around what the config has: three doublings of the rate; temperatures stay where a softmax is
+    # neither one-hot nor flat.
     rate = rate_of(config)
     found = [Range("learning_rate", rate, rate / 8, rate * 8)]
     if any("temperature" in READS[loss] for loss in losses_of(config)) and config.losses is None:
         start = config.temperature
-        found.append(Range("temperature", start, max(start / 5, 0.005), min(start * 4, 1.0)))
+        found.append(Range("temperature", start, min(max(start / 5, 0.005), start), max(min(start * 4, 1.0), start)))
     if config.global_batch_size is None:
         size = config.batch_size
         found.append(Range("batch_size", size, choices=_with(size, [max(size // 2, 8), size * 2, size * 4])))
