@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.harness import run_ranks
 from tests.teachers.test_cache import Data, rows
@@ -22,6 +23,7 @@ from vembed.distributed.session import start_session
 from vembed.errors import UserError
 from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT, YesNoReranker
 from vembed.teachers.cached import KIND
+from vembed.teachers.rerankers import PairTeacher
 from vembed.teachers.shards import is_sharded
 from vembed.teachers.supply import Teachers, kind_of
 
@@ -109,6 +111,21 @@ def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = reranker.model(torch.tensor([ids])).logits[0, -1]
     assert float(found[0, 0]) == pytest.approx(float(logits[yes] - logits[no]), abs=1e-4)
+
+
+def test_a_rank_without_pairs_runs_a_decoder_whose_tokenizer_makes_nothing_of_an_empty_text(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared(tiny_qwen3))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B")  # no special tokens
+    tokenizer.save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(shared(tiny_qwen3), num_labels=1)
+    model.save_pretrained(tmp_path)
+    teacher = Teacher(model=str(tmp_path))
+    config = config_of(shared(tiny_qwen3))
+    with start_session(config) as session:
+        judge = PairTeacher(teacher, tmp_path, config, session)
+        assert judge._loaded().tokenizer("", "")["input_ids"] == []
+        judge._agree = lambda num_batches: max(num_batches, 2)  # another rank has two batches
+        assert judge.compute([]).shape == (0, 1)
 
 
 def test_a_teacher_that_does_not_fit_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:

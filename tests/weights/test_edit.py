@@ -78,6 +78,20 @@ def test_writers_of_families(make, in_a_layer):
     assert all(names[f"{one.name}.weight"].shape[1 if one.by_rows else 0] == width for one in found)
 
 
+def test_writers_named_as_in_gpt_neox_and_a_layer_of_which_only_one_is_known():
+    from transformers import AlbertConfig, AlbertModel, GPTNeoXConfig, GPTNeoXModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+    description = Embedder(shared(tiny_qwen3_st), device="cpu").description
+    neox = GPTNeoXModel(GPTNeoXConfig(**sizes, num_hidden_layers=2))
+    found = [(one.layer, one.name.partition(".")[2]) for one in writers_of(neox, neox, description)[1:]]
+    ends = ("attention.dense", "mlp.dense_4h_to_h")
+    assert found == [(layer, f"{layer - 1}.{end}") for layer in (1, 2) for end in ends]
+    albert = AlbertModel(AlbertConfig(**sizes, embedding_size=16, num_hidden_layers=2), add_pooling_layer=False)
+    with pytest.raises(UserError, match="AlbertLayerGroup have names that vembed does not know"):
+        writers_of(albert, albert, description)
+
+
 # ---- whole edits -----------------------------------------------------------------------------------------------
 
 

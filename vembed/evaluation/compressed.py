@@ -39,6 +39,7 @@ def compressed_scores(
         query_signs = np.where(asked > 0, 1, -1).astype(np.float32)
         found = {
             "float32": top_k(asked, documents, K, excluded=excluded),
+            # The query keeps its floats: only what is stored loses precision.
             "int8": top_k(asked, _restored(documents), K, excluded=excluded),
             "binary": top_k(query_signs, signs, K, excluded=excluded),
             "binary_rescored": _rescored(asked, signs, top_k(query_signs, signs, K * OVERSAMPLING, excluded=excluded)),

@@ -85,6 +85,7 @@ def read_corpus(path: Path, problems: list[str]) -> FoundCorpus:
     """Read a corpus once, without holding its texts. What is wrong with records is added to `problems`."""
     reader = JsonLines(path)
     # 32 bytes for each document. Lines are not among them: they are counted again for the few that are named.
+    # Plain arrays grow in place; lists of Python numbers would take 30 to 40 bytes for each number.
     rows = {"starts": array("q"), "sizes": array("I"), "lengths": array("i"), "keys": array("q"), "hashes": array("q")}
     found: list[tuple[int, str]] = []
     for start, size, line, record in reader.scan():
@@ -96,7 +97,9 @@ def read_corpus(path: Path, problems: list[str]) -> FoundCorpus:
         values = start, size, len(text), Item(text=text).key(), _hash(identity)
         for one, value in zip(rows.values(), values, strict=True):
             one.append(value)
+    # frombuffer shares the arrays' memory, but takes no empty one.
     held = {name: np.frombuffer(one, one.typecode) if one else np.empty(0, one.typecode) for name, one in rows.items()}
+    # From one repeated record to the next the lines between are counted, so the file is read at most once more.
     repeated, at, line = _repeats(held["hashes"]), 0, 1
     for row in np.flatnonzero(repeated):
         start = int(held["starts"][row])
@@ -143,6 +146,7 @@ def _repeats(keys: np.ndarray) -> np.ndarray:
     """Return, per key, whether an equal one stands before it."""
     repeated = np.zeros(len(keys), bool)
     ordered = np.sort(keys)
+    # Plain sorting takes less time and memory than a stable argsort, which most corpora do not need.
     if not (ordered[1:] == ordered[:-1]).any():
         return repeated
     order = np.argsort(keys, kind="stable")

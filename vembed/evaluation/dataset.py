@@ -95,6 +95,8 @@ class ScoredPairs:
 
 
 EvalData = RetrievalData | ScoredPairs
+TEST_FIRST = ("test", "dev", "validation", "val")
+"""Order of preference of the qrels of a folder for a finished model. During training `test` comes last."""
 
 
 def open_eval_data(
@@ -126,6 +128,7 @@ def from_examples(examples: Sequence[Example], name: str, task: Task = "auto") -
         task = "similarity" if examples and scored else "retrieval"
     if task == "similarity":
         return _scored_pairs(examples, name)
+    # Whole scores are grades already; fractions are spread over grades up to MAX_GRADE.
     top = max((score for one in examples for score in one.scores or ()), default=1.0)
     whole = all(float(score).is_integer() for one in examples for score in one.scores or ())
     table = _RetrievalTable()
@@ -169,14 +172,11 @@ class _RetrievalTable:
         self.num_joined = 0
 
     def document(self, item: Item) -> int:
-        key = item.key()
-        if key in self.documents:
-            self.num_joined += 1
-        return self.documents.setdefault(key, (len(self.documents), item))[0]
+        return self.documents.setdefault(item.key(), (len(self.documents), item))[0]
 
     def add(self, query: Item, document: Item, grade: int) -> None:
-        known = self.documents.get(document.key())
-        self.judge(query, known[0] if known else self.document(document), grade)
+        # A document that nobody calls relevant is part of the corpus all the same.
+        self.judge(query, self.document(document), grade)
 
     def judge(self, query: Item, document: int, grade: int) -> None:
         if grade > 0:

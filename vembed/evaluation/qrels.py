@@ -15,6 +15,7 @@ def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | st
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
+            # Not strip: a field may be empty or end in blanks.
             fields = line.rstrip("\r\n").split("\t")
             if len(fields) == 1 and len(words := line.split()) == 4:
                 fields = [words[0], words[2], words[3]]  # trec_eval's format: query, 0, document, grade

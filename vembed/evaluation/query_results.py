@@ -39,6 +39,7 @@ class QueryResults:
         texts = [
             {
                 "query": shown(data.queries[number], f"query {number}"),
+                # One relevant document is enough to read what was asked for; some queries have hundreds.
                 "relevant": [shown(data.documents[one], f"document {one}") for one in list(data.relevance[number])[:1]],
                 "found": [shown(data.documents[one], f"document {one}") for one in row if one >= 0],
                 "is_relevant": [int(one) in data.relevance[number] for one in row if one >= 0],

@@ -34,12 +34,11 @@ def retrieval_metrics(
     normalize: bool = True,
     session: Session | None = None,
     between: Between | None = None,
-    queries: QueryResults | None = None,
 ) -> dict[str, float]:
     """Return the scores of a `RetrievalSearch` in all documents at once."""
     search = RetrievalSearch(queries_QD, data, ks, dims, normalize=normalize, session=session, between=between)
     search.add(documents_ND, np.arange(len(documents_ND)))
-    return search.scores(queries)
+    return search.scores()
 
 
 class RetrievalSearch:
@@ -120,6 +119,7 @@ class RetrievalSearch:
         if self._world_size > 1:
             counts = [len(one) for one in self._owners]
             rows = collectives.all_gather_rows(rows.to(self._device), counts).cpu()
+        # Undo the deal: row i of the gathered rows is that of query order[i].
         order = np.concatenate(self._owners)
         found = np.empty((len(order), own.shape[1]), own.dtype)
         found[order] = rows.numpy()
@@ -145,6 +145,7 @@ def _places(values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     if not len(values):
         return np.full(len(wanted), -1)
     order = np.argsort(values)
+    # searchsorted gives len(values) for what is larger than all; the comparison below tells it from a hit.
     at = order[np.minimum(np.searchsorted(values, wanted, sorter=order), len(values) - 1)]
     places: np.ndarray = np.where(values[at] == wanted, at, -1)
     return places
@@ -243,6 +244,11 @@ def _keys(scores: Tensor, numbers: Tensor) -> Tensor:
     return torch.where(scores == -torch.inf, NOTHING, as_keys(scores, numbers))
 
 
+def metric_names(ks: Sequence[int]) -> list[str]:
+    """Return the names of the metrics at these cut-offs, in the order in which they are kept."""
+    return [f"{metric}@{k}" for metric in ("ndcg", "mrr", "recall", "map") for k in ks]
+
+
 def score_rankings(
     rankings: np.ndarray, relevance: Sequence[dict[int, int]], ks: Sequence[int]
 ) -> tuple[list[str], np.ndarray]:
@@ -250,7 +256,7 @@ def score_rankings(
     grade as gain; for the others every grade of 1 or more is relevant."""
     cuts = ",".join(str(k) for k in ks)
     measures = {f"ndcg_cut.{cuts}", f"recall.{cuts}", f"map_cut.{cuts}", "recip_rank"}
-    names = [f"{metric}@{k}" for metric in ("ndcg", "mrr", "recall", "map") for k in ks]
+    names = metric_names(ks)
     judged = {str(q): {str(doc): grade for doc, grade in grades.items()} for q, grades in enumerate(relevance)}
     # trec_eval sorts by score and breaks ties by name. Using the negative position as score keeps our order.
     run = {str(q): {str(doc): -float(i) for i, doc in enumerate(row) if doc >= 0} for q, row in enumerate(rankings)}
@@ -258,7 +264,7 @@ def score_rankings(
     values = np.zeros((len(rankings), len(names)))
     for query, figures in found.items():
         reciprocal = figures["recip_rank"]
-        row = [figures[f"ndcg_cut_{k}"] for k in ks]
+        row = [figures[f"ndcg_cut_{k}"] for k in ks]  # in the order of `metric_names`
         # trec_eval's reciprocal rank has no cut: a rank beyond k counts as 0.
         row += [reciprocal if reciprocal >= 1 / k else 0.0 for k in ks]
         row += [figures[f"recall_{k}"] for k in ks] + [figures[f"map_cut_{k}"] for k in ks]

@@ -18,9 +18,9 @@ from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.compressed import FORMS, compressed_name, compressed_scores
 from vembed.evaluation.corpus import Corpus
-from vembed.evaluation.dataset import EvalData, RetrievalData, ScoredPairs, Task, open_eval_data
+from vembed.evaluation.dataset import TEST_FIRST, EvalData, RetrievalData, ScoredPairs, Task, open_eval_data
 from vembed.evaluation.query_results import QueryResults
-from vembed.evaluation.retrieval import RetrievalSearch
+from vembed.evaluation.retrieval import RetrievalSearch, metric_names
 from vembed.evaluation.similarity import similarity_metrics
 from vembed.families.description import ModelDescription
 from vembed.inference.embedder import Embedder
@@ -64,6 +64,7 @@ def evaluate(
     if not isinstance(model, str | Path | Embedder):
         raise UserError(f"model is a {type(model).__name__}; give the path of a model, its Hub name or an Embedder")
     name = model.description.name if isinstance(model, Embedder) else str(model)
+    # A config is what the readers and the loop below take their options from; nothing is trained.
     config = TrainConfig(
         model_name=name,
         data_path=str(data) if isinstance(data, str | Path) else data.name,
@@ -73,7 +74,7 @@ def evaluate(
         eval_batch_tokens=batch_tokens or "auto",
     )
     if isinstance(data, str | Path):
-        splits = (split,) if split else ("test", "dev", "validation", "val")
+        splits = (split,) if split else TEST_FIRST
         data = open_eval_data(config, str(data), splits=splits, task=task)
     if show_progress and (session is None or session.is_main):
         Console(stderr=True).print(data.summary(), markup=False, highlight=False, soft_wrap=True)
@@ -104,7 +105,6 @@ def evaluate_model(
     config: TrainConfig,
     session: Session | None,
     *,
-    budget_tokens: int | None = None,
     dims: Sequence[int] | None = None,
     compressed: bool = False,
     show_progress: bool = False,
@@ -115,16 +115,14 @@ def evaluate_model(
 ) -> dict[str, float]:
     """Score a model in memory, sharded or not. Collective: every rank calls it and gets the same scores.
 
-    `budget_tokens`: a budget known to fit; `eval_batch_tokens` overrides it. `say` gets occasional lines in a long
-    evaluation, instead of the bar of `show_progress`. `between` is called after each micro-batch and each score tile on
-    all ranks, and may raise to end the evaluation. `kept`: cached features of frozen towers. `queries` gets the
-    results of each query of retrieval data. `compressed`: also score int8 and binary documents.
+    `say` gets occasional lines in a long evaluation, instead of the bar of `show_progress`. `between` is called after
+    each micro-batch and each score tile on all ranks, and may raise to end it. `kept`: cached features of frozen
+    towers. `queries` gets the results of each query of retrieval data. `compressed`: also score int8 and binary
+    documents.
     """
     description = featuriser.description
     device = session.device if session else next(model.parameters()).device
-    budget = min(default_budget(device), budget_tokens or default_budget(device))
-    if config.eval_batch_tokens != "auto":
-        budget = config.eval_batch_tokens
+    budget = default_budget(device) if config.eval_batch_tokens == "auto" else config.eval_batch_tokens
     normalize = description.similarity == "cosine"
     full = description.truncate_dim or description.embedding_dim  # the default of `encode`
     sizes = _checked_dims([one for one in description.mrl_dims if one <= full] if dims is None else dims, full)
@@ -136,6 +134,7 @@ def evaluate_model(
         with ProgressReport(_TITLES[kind], active=active, say=say) as progress:
             embeddings = encode_items(model, featuriser, items, kind, normalize=False, progress=progress, **options)
         _check_finite(embeddings, kind)
+        # Cut without normalising: scores normalise after the cut themselves (`first_dims`).
         return embeddings[:, :full]
 
     if not isinstance(data, RetrievalData):
@@ -143,7 +142,7 @@ def evaluate_model(
             raise UserError(f"compressed scores are of retrieval, and {data.name} holds scored pairs")
         first, second = encode(data.first, "query"), encode(data.second, "document")
         return similarity_metrics(first, second, data.scores, sizes, normalize=normalize)
-    asked, ks = encode(data.queries, "query"), sorted({*config.eval_ks, REPORTED_K})
+    asked, ks = encode(data.queries, "query"), _cut_offs(config)
     search = RetrievalSearch(asked, data, ks, sizes, normalize=normalize, session=session, between=between)
     if compressed:  # its ranges and levels are of all documents
         documents = encode(data.documents, "document")
@@ -165,7 +164,7 @@ def evaluate_model(
 def deciding_metric(config: TrainConfig, data: EvalData, scores: dict[str, float]) -> str:
     """Return the key of the metric that decides which checkpoint is best."""
     if config.eval_metric == "auto":
-        return "ndcg@10" if isinstance(data, RetrievalData) else "spearman"
+        return data.metric
     if config.eval_metric not in scores:
         raise UserError(f"eval_metric: {config.eval_metric} is not among what is measured: {', '.join(scores)}")
     return config.eval_metric
@@ -174,8 +173,7 @@ def deciding_metric(config: TrainConfig, data: EvalData, scores: dict[str, float
 def check_metric(config: TrainConfig, data: EvalData, description: ModelDescription) -> None:
     """Raise UserError if `eval_metric` is none of the scores that this evaluation will have."""
     if isinstance(data, RetrievalData):
-        cutoffs = sorted({*config.eval_ks, REPORTED_K})
-        names = [f"{metric}@{k}" for metric in ("ndcg", "mrr", "recall", "map") for k in cutoffs]
+        names = metric_names(_cut_offs(config))
     else:
         names = ["spearman", "pearson"]
     full = description.truncate_dim or description.embedding_dim
@@ -186,6 +184,10 @@ def check_metric(config: TrainConfig, data: EvalData, description: ModelDescript
         near = nearest(config.eval_metric, names)
         hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(f"eval_metric: {config.eval_metric} is not among what is measured: {', '.join(names)}{hint}")
+
+
+def _cut_offs(config: TrainConfig) -> list[int]:
+    return sorted({*config.eval_ks, REPORTED_K})
 
 
 def _checked_dims(dims: Sequence[int], full: int) -> list[int]:

@@ -22,6 +22,9 @@ from vembed.models.embedding_model import EmbeddingModel
 NUM_TEXTS = 200
 TOLERANCE: dict[WeightPrecision, float] = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 1e-2, "int8": 5e-2}
 """Largest allowed cosine distance by the precision of the weights."""
+LENGTHS = 10
+"""Times the tolerance that the lengths of two embeddings may differ, relatively: a length changes in proportion to an
+error, a cosine distance with its square."""
 STUDENT_TOLERANCE = 0.5
 """Largest 1 - Spearman's correlation of a student's similarities with the model's."""
 NUM_QUERIES, NUM_DOCUMENTS = 500, 2_000
@@ -49,7 +52,7 @@ class ImageCheck:
     @property
     def passes(self) -> bool:
         """True if the export may be used in the model's place."""
-        return self.largest_distance <= self.tolerance and self.largest_length_error <= 10 * self.tolerance
+        return self.largest_distance <= self.tolerance and self.largest_length_error <= LENGTHS * self.tolerance
 
     def line(self) -> str:
         """Return what is printed and written into the card."""
@@ -85,7 +88,7 @@ class Check:
         """True if the texts of the export may be used in the model's place."""
         if self.rank_correlation is not None:
             return 1 - self.rank_correlation <= self.tolerance
-        return self.largest_distance <= self.tolerance and self.largest_length_error <= 10 * self.tolerance
+        return self.largest_distance <= self.tolerance and self.largest_length_error <= LENGTHS * self.tolerance
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -130,6 +133,7 @@ def made_texts(count: int, max_length: int) -> Texts:
     """Return texts of one word up to more than `max_length` tokens; the same ones at every call."""
     draw = np.random.default_rng(0)
     words = WORDS.split()
+    # One text is longer than the limit, so that the cut is compared too.
     longest = min(max_length, 512) + 8
     lengths = [1, 2, 3, longest] + [int(draw.integers(1, min(longest, 40))) for _ in range(max(count - 4, 0))]
     kinds: tuple[Kind, Kind] = ("query", "document")
@@ -154,6 +158,7 @@ def smaller(data: EvalData | None) -> RetrievalData | None:
     if any(item.images or not item.text for item in chain(data.queries, data.documents)):
         return None
     relevance = data.relevance[:NUM_QUERIES]
+    # Relevant documents first, so that the bound leaves out none of them.
     kept = dict.fromkeys(document for grades in relevance for document in grades)
     for document in range(len(data.documents)):
         if len(kept) >= NUM_DOCUMENTS:
@@ -179,6 +184,7 @@ def distances(one_ND: np.ndarray, other_ND: np.ndarray) -> np.ndarray:
     """Return [n] cosine distances of rows, in float64; infinite where a value is not finite."""
     one, other = one_ND.astype(np.float64), other_ND.astype(np.float64)
     lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    # A vector of zeros has the distance 1 to any other.
     found: np.ndarray = 1 - np.einsum("nd,nd->n", one, other) / np.maximum(lengths, 1e-300)
     return np.where(np.isfinite(found), np.maximum(found, 0.0), np.inf)
 

@@ -21,7 +21,6 @@ from vembed.export.check import (
     STUDENT_TOLERANCE,
     TOLERANCE,
     Check,
-    Encode,
     Texts,
     compare,
     difference,
@@ -99,15 +98,18 @@ def export_model(
     embedder = Embedder(
         model, device="cpu", torch_dtype="float32", mixed_precision="no", trust_remote_code=trust_remote_code
     )
+    # Float32 for every precision: each format rounds the weights itself, and the check compares with unrounded ones.
     refusal = kind.refusal(embedder)
     if refusal is not None:
         raise UserError(f"--format {form}: {model} cannot be exported: {refusal}")
     precision = precision or _default_precision(form, embedder.description)
+    # The folder has another name until the check has passed, so that a refused export leaves nothing behind.
     with replaced_folder(target) as folder:
         job = ExportJob(model, embedder, precision, student_texts(model, found) if form == "static" else ())
         result = None
         if check:
-            largest = tolerance or (STUDENT_TOLERANCE if form == "static" else TOLERANCE[precision])
+            usual = STUDENT_TOLERANCE if form == "static" else TOLERANCE[precision]
+            largest = usual if tolerance is None else tolerance
             result = _write_and_check(kind, job, folder, found, largest, form)
         else:
             kind.write(job, folder)
@@ -164,6 +166,7 @@ def student_texts(model: str, data: EvalData | None) -> Texts:
 
 
 def _texts_of(examples: ExampleStore) -> Texts:
+    # Every step-th example, as rows that stand together are often alike.
     step = -(-len(examples) // MOST_STUDENT_EXAMPLES)
     found: dict[tuple[str, Kind], None] = {}
     for number in range(0, len(examples), step):
@@ -176,6 +179,7 @@ def _texts_of(examples: ExampleStore) -> Texts:
 def run_folder(model: str) -> Path | None:
     """Return the folder of the run that made a model; None for a model of another origin."""
     place = Path(model).expanduser()
+    # `place` is the run itself, or its final/ or one of its checkpoints.
     return next((one for one in (place, place.parent) if (one / "config.yaml").is_file()), None)
 
 
@@ -185,8 +189,8 @@ def _write_and_check(
     """Write the export and return its comparison with the model. Raise UserError if it differs."""
     embedder = job.embedder
 
-    def own(texts: list[str], kind: Any) -> Any:
-        return embedder.encode(list(texts), kind)
+    def own(texts: list[str], kind: Kind) -> np.ndarray:
+        return embedder.encode(texts, kind)
 
     # The model's own vectors first: a format may change the attention function of the modules.
     images = images_to_compare(data) if form == "onnx" and "image" in embedder.description.modalities else []
@@ -240,10 +244,13 @@ def _with_images(
     return replace(result, runtime=found.runtime, images=found)
 
 
-def _with_scores(result: Check, reader: ExportReader, judged: Any, before: float | None, normalize: bool) -> Check:
-    encode: Encode = reader.encode
+def _with_scores(
+    result: Check, reader: ExportReader, judged: RetrievalData, before: float | None, normalize: bool
+) -> Check:
     about = f"{len(judged.queries):,d} queries over {len(judged.documents):,d} documents"
-    return replace(result, ndcg_model=before, ndcg_export=ndcg(encode, judged, normalize=normalize), evaluation=about)
+    return replace(
+        result, ndcg_model=before, ndcg_export=ndcg(reader.encode, judged, normalize=normalize), evaluation=about
+    )
 
 
 def _describe(
@@ -260,15 +267,12 @@ def _describe(
     }
     (folder / EXPORT_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     section = ["## Export", "", f"Exported by `vembed export --format {form} --precision {precision}`."]
-    section += ["", "Not compared with the model (`--no-check`)."] if check is None else ["", *_bullets(check)]
+    lines = ["Not compared with the model (`--no-check`)."] if check is None else [f"- {one}" for one in check.lines()]
+    section += ["", *lines]
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else render_card(description, Card())
     card.write_text(text.rstrip() + "\n\n" + "\n".join(section) + "\n", encoding="utf-8")
     return facts
-
-
-def _bullets(check: Check) -> list[str]:
-    return [f"- {line}" for line in check.lines()]
 
 
 def precision_of(text: str) -> WeightPrecision | None:

@@ -38,7 +38,8 @@ class FolderTexts:
         return ids
 
     def padded(self, ids: Sequence[Sequence[int]], length: int | None = None) -> dict[str, np.ndarray]:
-        """Return int64 `input_ids` and `attention_mask` of a batch, padded to its longest text or to a length."""
+        """Return int64 `input_ids` and `attention_mask` [n, tokens] of a batch, padded to its longest text or to
+        `length`, on the side that the tokenizer names."""
         shape = (len(ids), length or max(len(one) for one in ids))
         padded, mask = np.full(shape, self.tokenizer.pad_token_id, np.int64), np.zeros(shape, np.int64)
         for row, one in enumerate(ids):

@@ -56,6 +56,8 @@ class GgufFormat:
 
     def write(self, job: ExportJob, folder: Path) -> None:
         """Write `model.gguf` and, for the check, the tokenizer and prompts."""
+        # The converter reads a folder of Transformers and rounds the weights itself; its tokenizer files stay for the
+        # check.
         whole = folder / "whole"
         SafetensorsFormat().write(ExportJob(job.model, job.embedder, "float32"), whole)
         converter = shutil.which(CONVERTER)
@@ -81,6 +83,7 @@ class GgufReader:
         module: Any = import_module("llama_cpp")
         self.runtime = f"llama.cpp (llama-cpp-python {module.__version__})"
         self.texts = FolderTexts(folder)
+        # llama.cpp pools within one micro-batch (n_ubatch), so a whole text must fit into one.
         length = self.texts.max_length
         self.model: Any = module.Llama(
             str(folder / GGUF_FILE), embedding=True, n_ctx=length, n_batch=length, n_ubatch=length, verbose=False
@@ -89,6 +92,7 @@ class GgufReader:
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return llama.cpp's own token ids of a text with its prompt."""
         given = self.texts.prompts.get(kind or "", "") + text
+        # special: prompts may hold special tokens in writing, such as <|im_end|>.
         ids: list[int] = self.model.tokenize(given.encode(), add_bos=True, special=True)
         return ids[: self.texts.max_length]
 

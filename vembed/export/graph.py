@@ -73,6 +73,8 @@ class TextGraph(Graph):
         if is_decoder_only(text.config):
             arguments["use_cache"] = False
             if self.description.padding_side == "left":
+                # Padded on the left, a text's first token must still have position 0; without this its position depends
+                # on the batch.
                 arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
         return pool(self.description.pooling, text(**arguments).last_hidden_state, mask)
 

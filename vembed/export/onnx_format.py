@@ -101,6 +101,7 @@ class OnnxReader:
         padded = (self.texts.padded([ids[row] for row in rows], self.fixed_length) for rows in batches)
         found = run_batches(self.session, [{name: given[name] for name in self.names} for given in padded])
         vectors = np.concatenate(found).astype(np.float32)
+        # Back to the order of the texts; a copy, since source and target overlap.
         vectors[np.concatenate(batches)] = vectors.copy()
         return vectors
 
@@ -119,6 +120,7 @@ def _batches(lengths: Sequence[int]) -> list[list[int]]:
 def _trace(embedder: Embedder, target: Path) -> None:
     description = embedder.description
     length = description.max_length if description.traits.has_fixed_length else None
+    # Dimensions that may vary; texts of fixed length have one only.
     shape = {0: torch.export.Dim("batch")} | ({} if length else {1: torch.export.Dim("tokens")})
     example = example_inputs(int(_text_model(embedder).config.get_text_config().vocab_size), length)
     save_graph(TextGraph(embedder), example, INPUTS, dict.fromkeys(INPUTS, shape), target)

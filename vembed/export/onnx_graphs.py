@@ -87,6 +87,7 @@ def write_in(
         _to_int8(whole, target, operators)
     else:
         _to_float16(whole, target)
+    # Also whole.onnx.data, which large models have.
     for path in target.parent.glob("whole.onnx*"):
         path.unlink()
 

@@ -45,6 +45,7 @@ class OpenvinoFormat:
         write_text_graph(ExportJob(job.model, job.embedder, "float32"), folder)
         openvino: Any = import_module("openvino")
         model = openvino.convert_model(str(folder / ONNX_FILE))
+        # In words: save_model's own default stores float16.
         openvino.save_model(model, str(folder / OPENVINO_FILE), compress_to_fp16=job.precision == "float16")
         for path in folder.glob(ONNX_FILE + "*"):
             path.unlink()

@@ -70,6 +70,7 @@ class SentenceTransformersReader:
     def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
         """Return [n, d] embeddings."""
         encode = {"query": self.model.encode_query, "document": self.model.encode_document}.get(kind or "")
+        # An empty prompt in words: without one, `encode` would take the model's default prompt.
         if encode is None:
             vectors: np.ndarray = self.model.encode(texts, prompt="", show_progress_bar=False, batch_size=16)
         else:

@@ -34,6 +34,7 @@ class Endpoint:
         """Return [n, d] embeddings."""
         if self.url.endswith("embeddings"):
             answer = post(self.url, {"model": self.model, "input": texts, "encoding_format": "float"})
+            # OpenAI's format does not promise the order of the inputs.
             rows = sorted(answer["data"], key=lambda row: int(row["index"]))
             return np.array([row["embedding"] for row in rows], np.float32)
         return np.array(post(self.url, {"inputs": texts}), np.float32)
@@ -60,6 +61,7 @@ def find_endpoint(url: str, model: str) -> Endpoint:
         raise UserError(f"{url} is no address; give it as http://localhost:8080")
     if url.endswith(("/embeddings", "/embed")):
         return Endpoint(url, model)
+    # A route that the server lacks answers 404: each is tried with one short text.
     routes = [url.removesuffix("/v1") + OPENAI, url + TEI]
     problems = []
     for route in routes:
@@ -90,6 +92,7 @@ def check_server(
     embedder = Embedder(model, device="cpu", torch_dtype="float32", mixed_precision="no")
     texts = texts_to_compare(evaluation_data(model, data), embedder.description.max_length)
     prompts = {"query": embedder.description.query_prompt, "document": embedder.description.document_prompt}
+    # One kind in each batch: the model encodes a batch under one prompt.
     batches: list[Texts] = [
         [one for one in texts if one[1] == kind][start : start + BATCH]
         for kind in prompts

@@ -18,10 +18,12 @@ from vembed.export.check import encode_all
 from vembed.export.folder_texts import write_texts
 from vembed.export.formats import ExportJob, ExportReader, WeightPrecision
 from vembed.export.static_training import distil
+from vembed.families.model_files import STATIC
 from vembed.families.static_model import StaticConfig
 from vembed.inference.embedder import Embedder
 from vembed.models.backbone_loading import quiet_transformers
 from vembed.models.processors import load_tokenizer
+from vembed.saving.layout import MODULE
 
 NUM_DIMS = 256
 """Most dimensions of a student."""
@@ -29,8 +31,7 @@ COEFFICIENT = 1e-4
 """Weight of a token: COEFFICIENT / (COEFFICIENT + its frequency), so that frequent tokens count little."""
 TOKENS_AT_ONCE = 512
 MAX_LENGTH = 65_536
-"""Longest text in tokens: as good as no limit, which Sentence Transformers has none of here."""
-_MODULE = "sentence_transformers.models."
+"""Longest text in tokens: as good as no limit. Sentence Transformers has no limit for this module."""
 
 
 class StaticFormat:
@@ -62,6 +63,7 @@ class StaticFormat:
         backend = tokenizer.backend_tokenizer
         backend.no_padding()
         backend.no_truncation()
+        # The student's tokens, without special ones; the teacher reads the texts with its own tokenizer and prompts.
         if job.texts:
             ids = [one.ids for one in backend.encode_batch([text for text, _ in job.texts], add_special_tokens=False)]
             table, _ = distil(table, ids, encode_all(job.embedder.encode, job.texts))
@@ -73,9 +75,9 @@ class StaticFormat:
         tokenizer.model_max_length = MAX_LENGTH
         tokenizer.save_pretrained(folder)
         (folder / "1_Normalize").mkdir()
-        kinds = [("", "StaticEmbedding"), ("1_Normalize", "Normalize")]
+        kinds = [("", STATIC), ("1_Normalize", "Normalize")]
         modules = [
-            {"idx": at, "name": str(at), "path": path, "type": _MODULE + kind} for at, (path, kind) in enumerate(kinds)
+            {"idx": at, "name": str(at), "path": path, "type": MODULE + kind} for at, (path, kind) in enumerate(kinds)
         ]
         (folder / "modules.json").write_text(json.dumps(modules, indent=2) + "\n", encoding="utf-8")
         write_texts(folder, "", "", MAX_LENGTH, "cosine")
@@ -110,6 +112,7 @@ def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> torch
     """Return [vocabulary, d] token vectors. Frequencies follow Zipf's law by the order of ids, as vocabularies are
     sorted by frequency; special tokens get zeros."""
     size = len(tokenizer)
+    # Special tokens that the model was trained to see before and after a text; each token stands between them.
     around = tokenizer("a").input_ids
     inner = tokenizer("a", add_special_tokens=False).input_ids
     start = next((at for at in range(len(around)) if around[at : at + len(inner)] == inner), 0)
@@ -127,6 +130,7 @@ def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> torch
     centred = (vectors - vectors[kept].mean(dim=0)).double()
     covariance = centred[kept].T @ centred[kept]
     dim = min(NUM_DIMS, vectors.shape[1])
+    # eigh gives ascending eigenvalues: the last vectors are the principal components.
     directions = torch.linalg.eigh(covariance).eigenvectors.flip(1)[:, :dim]
     ranks = torch.arange(2, size + 2, dtype=torch.float64)
     frequency = (1 / ranks) / (1 / ranks).sum()

@@ -47,12 +47,14 @@ def distil(table_VD: Tensor, token_ids: Sequence[Sequence[int]], teacher_NE: np.
     table = table_VD.clone().requires_grad_()
     optimizer = torch.optim.AdamW([table], lr=LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (num_steps + 1))
+    # The untrained table takes part, so that training never makes a student worse on the held-out texts.
     best, least = table_VD, _loss_of(loss, table_VD, texts, vectors, held[: 2 * BATCH])
     for _ in range(num_epochs):
         for some in torch.split(rest[torch.randperm(len(rest), generator=draw)], BATCH):
             if len(some) < 2:
                 continue
             optimizer.zero_grad()
+            # A gradient of the table alone: parameters that a loss may have are not trained here.
             table.grad = torch.autograd.grad(_relational(loss, table, texts, vectors, some), table)[0]
             optimizer.step()
             schedule.step()
@@ -64,6 +66,7 @@ def distil(table_VD: Tensor, token_ids: Sequence[Sequence[int]], teacher_NE: np.
 
 def embed(table_VD: Tensor, texts: Sequence[Tensor]) -> Tensor:
     """Return [n, d] means of the tokens' vectors."""
+    # embedding_bag takes the offsets at which texts begin: the sums of the lengths before each.
     lengths = torch.tensor([0, *(len(one) for one in texts[:-1])])
     return F.embedding_bag(torch.cat(list(texts)), table_VD, lengths.cumsum(0), mode="mean")
 

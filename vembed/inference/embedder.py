@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 Input = str | Path | Image.Image | Mapping[str, Any] | Item
 """A text, an image or its Path, {"text": ..., "image": path, image or a list of them}, or an Item."""
 
+# Others (CMYK, YCbCr, F) cannot be written as PNG.
 PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
 
 
@@ -87,6 +88,7 @@ class Embedder:
         )
         if self.precision.value == "bf16":
             model.compute_in_bf16()
+            # The weights do not change any more, so bfloat16 copies are made once and not in each forward pass.
             keep_copies(model)
         log.info("%s: mixed precision: %s", path_or_name, self.precision)
         self.description = model.description
@@ -180,8 +182,8 @@ class Embedder:
         return self.encode(inputs, "document", **options)
 
     def score(self, pairs: Sequence[tuple[Input, Input]], *, batch_size: int | None = None) -> np.ndarray:
-        """[n] float32 similarities of given (query, document) pairs, in their order, as the model was trained: cosine
-        or dot product. Equal inputs are encoded once."""
+        """Return [n] float32 similarities of given (query, document) pairs, in their order, as the model was trained:
+        cosine or dot product. Equal inputs are encoded once."""
         first = self.encode([one for one, _ in pairs], "query", batch_size=batch_size, normalize=False)
         second = self.encode([other for _, other in pairs], "document", batch_size=batch_size, normalize=False)
         return pair_similarities(first, second, normalize=self.description.similarity == "cosine")
@@ -222,6 +224,8 @@ class Embedder:
         """Truncate and normalise the model's output vectors."""
         dim = truncate_dim or full_ND.shape[1]
         if normalize is None:
+            # Sentence Transformers normalises in a module of the model and truncates after it, without another
+            # normalisation.
             return first_dims(first_dims(full_ND, full_ND.shape[1], self.description.normalize), dim, False)
         return first_dims(full_ND, dim, normalize)
 
@@ -278,6 +282,7 @@ def _precision(
     trust_remote_code: bool,
 ) -> Decision[Precision]:
     """Return the precision of an embedder's arithmetic: the dtype of its weights or bfloat16."""
+    # bf16 on a GPU is as auto, which there is the dtype of the weights.
     if asked != "auto" and (asked == "no" or device.type == "cpu"):
         return Decision(asked, f"mixed_precision: {asked}")
     if session is not None and session.fsdp is not None:
@@ -347,6 +352,7 @@ def _image_ref(image: Any) -> ImageRef:
     if isinstance(image, bytes):
         return ImageRef(data=image)
     if isinstance(image, Image.Image):
+        # PNG, because it loses nothing: items are told apart by their bytes. Level 1: it stays in memory only.
         encoded = io.BytesIO()
         (image if image.mode in PNG_MODES else image.convert("RGB")).save(encoded, "PNG", compress_level=1)
         return ImageRef(data=encoded.getvalue())

@@ -154,6 +154,7 @@ def encode_chunks(
         waiting = [ahead.submit(featurise, chunk) for chunk in chunks[:1]]
         for number, chunk in enumerate(chunks):
             features = waiting.pop().result()
+            # Submitted before this chunk is encoded, popped in the next round.
             waiting = [ahead.submit(featurise, later) for later in chunks[number + 1 : number + 2]]
             own = _encode_rank_batch(
                 model,
@@ -179,7 +180,6 @@ def encode_rank_items(
     items: Sequence[tuple[Item, Kind]],
     *,
     session: Session,
-    budget_tokens: int | None = None,
     between: Between | None = None,
     kept: KeptFeatures | None = None,
 ) -> np.ndarray:
@@ -192,7 +192,7 @@ def encode_rank_items(
             model,
             Feeder(featuriser, session.device),
             featuriser.features(items),
-            budget=budget_tokens or default_budget(session.device),
+            budget=default_budget(session.device),
             max_rows=None,
             world_size=session.world_size,
             reporter=_Reporter(None, len(items), len(items), 1),
@@ -245,6 +245,7 @@ def _encode_rank_batch(
     }
     splits = split_in_step(features, rows_of, budget, max_rows, world_size)
     micro_batches: list[MicroBatch] = [[(modality, rows)] for modality, split in splits.items() for rows in split]
+    # Modalities with kept features need no pixels or token ids: their micro-batches are empty here.
     fed = feeder.feed(
         [
             [modality_slice for modality_slice in micro_batch if modality_slice[0] not in tables]

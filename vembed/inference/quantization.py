@@ -48,6 +48,8 @@ def quantized(vectors_ND: np.ndarray, precision: Precision, ranges_2D: np.ndarra
     if precision == "float32":
         return vectors_ND
     if precision in ("binary", "ubinary"):
+        # Signed bytes are shifted by 128, as in Sentence Transformers; by way of int16, since uint8 has no negative
+        # numbers.
         packed: np.ndarray = np.packbits(vectors_ND > 0, axis=1)
         return packed if precision == "ubinary" else (packed.astype(np.int16) - 128).astype(np.int8)
     if ranges_2D is None and len(vectors_ND) < 2:
@@ -56,6 +58,7 @@ def quantized(vectors_ND: np.ndarray, precision: Precision, ranges_2D: np.ndarra
             "vectors that are encoded together; give at least two, better a thousand"
         )
     low, high = ranges_of(vectors_ND) if ranges_2D is None else ranges_2D
+    # 256 levels. A constant coordinate becomes 0 instead of 0 / 0; astype cuts off as Sentence Transformers does.
     steps = np.where(high > low, (high - low) / 255, 1)
     levels: np.ndarray = np.clip((vectors_ND - low) / steps, 0, 255).astype(np.uint8)
     return levels if precision == "uint8" else (levels.astype(np.int16) - 128).astype(np.int8)

@@ -48,6 +48,7 @@ class Reranker:
                 "reranker; an embedding model is no reranker"
             )
         add_padding_token(self.tokenizer)
+        # A decoder as classifier reads its score at the last token before padding, found by this number.
         if model.config.pad_token_id is None:
             model.config.pad_token_id = self.tokenizer.pad_token_id
         self.name = type(model).__name__
@@ -88,6 +89,7 @@ def in_batches(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the number of each text and its row of `compute`, in batches of similar length, the longest first."""
     lengths = [len(ids) for ids in encoded["input_ids"]]
+    # The longest first: memory runs out in the first batch or never.
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     batches: list[list[int]] = []
     while order:

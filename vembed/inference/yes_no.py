@@ -66,5 +66,7 @@ class YesNoReranker:
         return in_batches(encoded, self.tokenizer, self._device, self._answers, agree)
 
     def _answers(self, inputs: dict[str, Tensor]) -> Tensor:
+        # Padding is on the left, so the last position is the answer's in every row; logits of the whole prompt would
+        # take [batch, length, vocabulary].
         found: Tensor = self.model(**inputs, logits_to_keep=1).logits[:, -1, self.answers]
         return found

@@ -16,6 +16,7 @@ from vembed.own.folder import own_class
 
 _SECRET_NAME = re.compile(r"token|secret|password|passwd|credential|api_?key|auth", re.IGNORECASE)
 _SECRET_VALUE = re.compile(
+    # The second alternative is `user:password@` behind the `//` of an address.
     r"\b(hf_\w{8,}|sk-\w{8,}|ghp_\w{8,}|github_pat_\w{8,}|AKIA\w{12,})|(?<=//)[^/\s@]+:[^/\s@]+@"
 )
 _NOT_SECRET = {"micro_batch_tokens", "kept_graph_tokens", "eval_batch_tokens"}
@@ -33,8 +34,10 @@ _NOT_SHOWN = {
 }
 """Options that do not describe the model."""
 _MODELS = {"model_name", "image_model_name"}
+# From a leading `/` or `~` to the last slash of the word, which leaves the file's name. The look-behind leaves
+# addresses (`https://host/x`) and relative paths (`data/x`) alone.
 _LOCAL_PATH = re.compile(r"(?<![\w.:/~])[/~][^\s:,;)]*/")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 PLACE = "path/to/this/folder"
 """Stands for the model's folder in the calls."""
 
@@ -124,9 +127,8 @@ def _model_index(card: Card) -> dict[str, Any]:
 def base_model_name(description: ModelDescription) -> str | None:
     """Return the Hub name of the base model; None for a local folder, whose path must not be published."""
     name = description.name
-    if not name or name == description.source or name.startswith((".", "~", "/")) or not _HUB_NAME.fullmatch(name):
-        return None
-    return name if "/" in name else None
+    is_local = not name or name == description.source or name.startswith(".")
+    return None if is_local or not _HUB_NAME.fullmatch(name) else name
 
 
 def _what(description: ModelDescription, name: str | None) -> str:
@@ -189,6 +191,7 @@ def _usage(description: ModelDescription, loads_in_sentence_transformers: bool) 
     queries, documents = '["a query"]', '["a document"]'
     if description.modalities != ("text",):
         documents = '["document.jpg"]'
+    # The examples must be inputs that the model takes: without a text tower an image stands for the query too.
     if "text" not in description.modalities:
         queries = '["query.jpg"]'
     lines = ["## Usage", ""]

@@ -50,6 +50,7 @@ def sync_folder(folder: Path) -> None:
 
 def way_out(problem: str, folder: Path) -> str:
     """Return what to do about an error of the disk: make room, if that is what is missing."""
+    # By the text: errors of safetensors are not OSErrors, and Rust writes their number as "(os error 28)".
     is_full = any(
         os.strerror(code) in problem or f"os error {code})" in problem for code in (errno.ENOSPC, errno.EDQUOT)
     )

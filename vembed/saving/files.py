@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "adapter"
 """Subfolder with the adapter that was merged into the saved weights."""
+# model-00001-of-00003.safetensors and its index; 1_Pooling; adapter/, adapter_config.json and
+# adapter_model.safetensors.
 _OF_A_MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|\d+_[A-Z][a-z]+|adapter(_\w+\.\w+)?")
 """Names of weights and modules in a model's folder."""
 ADJUSTED_SETTINGS = ("mask_ratio",)
@@ -58,6 +60,7 @@ def save_model(
     a weight is too large for float16). Adapters are merged into the weights and also saved in `adapter/`; with
     `merge_adapters=False` the adapter is saved instead of the weights. The folder is renamed once it is complete.
     """
+    # plain_name takes off what FSDP, compilation and recomputation put into names.
     state = {plain_name(name): tensor.detach().cpu() for name, tensor in state.items()}
     weights = _part(state, "backbone.")
     if not merge_adapters and not description.traits.has_untouched_adapters:
@@ -74,6 +77,7 @@ def save_model(
             weights = merged_state(backbone, weights) if merge_adapters else {}
             backbone = empty_backbone(description)
         dtype = _dtype_that_holds(weights, dtype)
+        # An adapter's folder has no config.json of its own, in which an adjusted setting would be written down.
         changed = {} if weights else _changed_settings(description, backbone)
         if weights:
             _write_backbone(folder, backbone, _stored(weights, dtype), _stored(_part(state, "language."), dtype))
@@ -148,6 +152,7 @@ def _write_backbone(folder: Path, backbone: Any, state: dict[str, Tensor], langu
     # save_pretrained writes the module's dtype to config.json, and loading uses it. Write the widest stored dtype, so
     # that no stored weight is rounded at loading.
     widest = str(functools.reduce(torch.promote_types, floating)).removeprefix("torch.")
+    # rglob: also the image tower's config.json of a composed model.
     for path in folder.rglob("config.json"):
         settings = json.loads(path.read_text(encoding="utf-8"))
         for values in (settings, *(inner for inner in settings.values() if isinstance(inner, dict))):

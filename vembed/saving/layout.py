@@ -60,6 +60,7 @@ def write_layout(
     if description.normalize:
         name = f"{len(modules)}_Normalize"
         modules.append((name, MODULE + "Normalize"))
+        # Normalize has no file; modules.json names a folder for every module.
         (folder / name).mkdir()
     write_json(
         folder / "modules.json",
@@ -92,6 +93,8 @@ def _backbone_settings(folder: Path, description: ModelDescription, chat: ChatTe
     family = description.traits
     if family.reads_only_text or family.has_two_models:
         return {"max_seq_length": description.max_length, "do_lower_case": False}
+    # Keys of version 6, whose Transformer module runs `method` of the backbone for each modality and pools
+    # `method_output_name` of what it gives.
     settings: dict[str, Any] = {"transformer_task": "feature-extraction"}
     if chat is not None:
         hidden = {"method": "forward", "method_output_name": "last_hidden_state"}
@@ -109,6 +112,7 @@ def _backbone_settings(folder: Path, description: ModelDescription, chat: ChatTe
         }
         settings["module_output_name"] = "sentence_embedding"
         if family.has_fixed_length:
+            # SigLIP was trained on texts padded to the full length, without a mask, and pools the last position.
             settings["processing_kwargs"] = {
                 "text": {"padding": "max_length", "max_length": description.max_length},
                 "image": _patch_options(folder),

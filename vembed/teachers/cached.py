@@ -61,6 +61,8 @@ class CachedTeacher(Generic[Q]):
         found = self.store.find_rows(keys)
         missing = [place for place in range(len(keys)) if place not in found]
         rows = np.zeros((len(keys), self.model.dim), np.float32)
+        # `compute` is collective: all ranks call it as soon as one of them misses an answer, the others with no
+        # question.
         if collectives.max_ints([len(missing)])[0]:
             computed = self.model.compute([questions[place] for place in missing])
             self.store.add_rows([keys[place] for place in missing], computed)
@@ -106,6 +108,7 @@ class CachedTeacher(Generic[Q]):
                 progress(start + len(chunk), len(missing))
         if missing:
             log.info("teacher %s: took %s", self.label, duration(time.perf_counter() - began))
+        # A machine may have a disk of its own, so one process of each machine writes.
         if session.local_rank == 0:
             self._write_note(what, len(keys))
         self.model.release()

@@ -38,6 +38,7 @@ class VectorTeacher:
         self.trust_remote_code = config.trust_remote_code
         described = describe(
             TrainConfig(
+                # describe() takes a training config. pure_dtype: no float32 copy of weights that are not trained.
                 model_name=teacher.model, data_path=[], pure_dtype=True, trust_remote_code=config.trust_remote_code,
                 max_length=teacher.max_length, query_prompt=teacher.query_prompt,
                 document_prompt=teacher.document_prompt,
@@ -81,6 +82,8 @@ class VectorTeacher:
         session, with_run = self.session, self.session.fsdp is not None and self.teacher.sharded is not False
         if not with_run and is_sharded(self.teacher, model_folder(self.teacher.model, option="teacher"), session):
             model = load_embedder(
+                # Rank 0 reads the weights into host memory, the others build on the meta device and get their shards
+                # from it.
                 self.teacher.model, device="cpu", computes_on=session.device, meta=not session.is_main,
                 trust_remote_code=self.trust_remote_code,
             )  # fmt: skip
@@ -91,6 +94,7 @@ class VectorTeacher:
             device=session.device,
             # On CPUs as the trained model; on a GPU in the dtype of the teacher's weights.
             mixed_precision="bf16" if session.device.type == "cpu" and session.placement.copies_weights else "no",
+            # Without FSDP in the run each rank has a whole copy; an Embedder without a session makes no collectives.
             session=session if with_run or session.fsdp is None else None,
             trust_remote_code=self.trust_remote_code,
         )

@@ -46,6 +46,7 @@ class PairTeacher:
         reranker = self._loaded()
         prompts = self.teacher.query_prompt, self.teacher.document_prompt
         texts = [(self._text(query, prompts[0]), self._text(document, prompts[1])) for query, document in pairs]
+        # model_max_length is 1e30 in tokenizers that have no limit.
         limit = self.teacher.max_length or min(LONGEST, reranker.tokenizer.model_max_length)
         scores = np.empty((len(texts), 1), np.float32)
         for number, score in self._scored(reranker, texts, limit):
@@ -60,8 +61,9 @@ class PairTeacher:
     def _scored(
         self, reranker: Reranker | YesNoReranker, texts: Sequence[tuple[str, str]], limit: int
     ) -> Iterator[tuple[int, float]]:
-        # A rank without a pair runs the forward passes of a sharded teacher too.
-        asked = [*texts, ("", "")] if self._agree is not of_one_rank and not texts else texts
+        # A rank without a pair runs the forward passes of a sharded teacher too. The pair must have tokens: decoders'
+        # tokenizers make none of an empty text. Its score has a number beyond the texts, and the caller drops it.
+        asked = [("a", "a")] if self._agree is not of_one_rank and not texts else texts
         for number, logits in reranker.logits(asked, limit, self._agree):
             yield number, float(logits[1] - logits[0]) if self.yes_no else float(logits[0])
 

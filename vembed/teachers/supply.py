@@ -142,8 +142,8 @@ class Teachers:
         *,
         stays: bool,
     ) -> TeacherVectors:
-        """A teacher's vectors of the global batch. An input has one for each of its roles, if the teacher's differ.
-        `stays`: in a ring the vectors are those of this rank's inputs alone."""
+        """Return a teacher's vectors of the global batch. Collective. An input has one for each of its roles, if the
+        teacher's differ. `stays`: in a ring the vectors are those of this rank's inputs alone."""
         documents = np.concatenate((rank_batch.positive, rank_batch.negative))
         keys: dict[bytes, int] = {}
         questions: list[Question] = []
@@ -160,6 +160,7 @@ class Teachers:
         counts = [one[0] for one in collectives.all_gather_ints([len(rows)])]
         vectors = torch.from_numpy(rows).to(self.session.device)
         vectors = vectors if stays else collectives.all_gather_rows(vectors, counts)
+        # Gathered vectors are in rank order, so this rank's begin behind those of lower ranks.
         offset = sum(counts[: self.session.rank])
         index = [
             np.array([place[feature, is_query] + offset for feature in places.tolist()], dtype=np.int64)
@@ -173,7 +174,10 @@ class Teachers:
         return TeacherVectors(vectors.to(dtype), query, positive, negative, first=offset if stays else 0)
 
     def _scores(self, name: str, rank_batch: RankBatch) -> tuple[np.ndarray, np.ndarray]:
-        """A reranker's scores of this rank's rows and hard negatives."""
+        """Return a reranker's scores of this rank's rows [rows] and hard negatives [negatives], in float64, times its
+        `scale`. Collective."""
+        # Hard negatives name their example; an example with several positives has several rows, all with the same
+        # query.
         query_of = dict(zip(rank_batch.example.tolist(), rank_batch.query.tolist(), strict=True))
         asked = [*zip(rank_batch.query.tolist(), rank_batch.positive.tolist(), strict=True)]
         asked += [

@@ -66,12 +66,15 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
     embedder = build_model(config, description)
     scale, bias = embedder.initial_scale_and_bias() or (None, None)
     loss = build_loss(config, mrl_dims=description.mrl_dims, start_scale=scale, start_bias=bias)
+    # The loss is built only for its learned scale and bias, which are stored beside the weights; no optimizer state is
+    # read.
     reader = CheckpointReader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata
     shapes = {key: list(one.size) for key, one in entries.items() if isinstance(one, TensorStorageMetadata)}
     quieten_torch()
 
     def fill(tensors: dict[str, Any]) -> None:
+        # no_dist: rank 0 alone reads, inside a process group of several ranks too; others would wait in a collective.
         load(tensors, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
 
     restore(embedder, loss, None, shapes, fill)
@@ -79,6 +82,7 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
     learned = loss.scale_and_bias()
     if learned is not None:
         embedder.write_scale_and_bias(*learned, weights)
+    # In the run's own order (finish.py): first the learned scale and bias, then the weights as int8 layers round them.
     store_rounded(embedder, weights)
     log.info("%s: step %d", checkpoint, saved["loop"]["step"])
     return save_model(

@@ -56,7 +56,10 @@ def erasure(first_ND: np.ndarray, second_ND: np.ndarray, strength: float) -> tup
     mean = both.mean(axis=0)
     centred = both - mean
     covariance = centred.T @ centred / len(both)
+    # The covariance of N texts has rank N - 1 at most, which is below D for small sets; it must be inverted.
     covariance += SHRINKAGE * np.trace(covariance) / len(covariance) * np.eye(len(covariance))
+    # LEACE: whiten, take out the one direction that correlates with the label, undo the whitening. In whitened space
+    # the orthogonal projection is the smallest change.
     values, vectors = np.linalg.eigh(covariance)
     whiten = vectors @ np.diag(values**-0.5) @ vectors.T
     colour = vectors @ np.diag(values**0.5) @ vectors.T
@@ -66,6 +69,7 @@ def erasure(first_ND: np.ndarray, second_ND: np.ndarray, strength: float) -> tup
         raise UserError("the two sets of texts have the same mean, so there is nothing to erase")
     direction /= norm
     matrix = np.eye(len(mean)) - strength * colour @ np.outer(direction, direction) @ whiten
+    # The offset keeps the common mean where it was: x -> mean + M (x - mean).
     return matrix, mean - matrix @ mean
 
 
@@ -75,13 +79,16 @@ def linear_probe(train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, n
     given = np.concatenate(train).astype(np.float64)
     labels = np.concatenate([np.ones(len(train[0])), -np.ones(len(train[1]))])
     mean, spread = given.mean(axis=0), given.std(axis=0)
+    # A constant coordinate stays 0 after centring instead of becoming 0 / 0.
     spread[spread < 1e-9 * max(float(spread.max()), 1e-30)] = 1.0
     inputs = np.concatenate([(given - mean) / spread, np.ones((len(given), 1))], axis=1)
 
     def loss(weights: np.ndarray) -> tuple[float, np.ndarray]:
         margin = labels * (inputs @ weights)
+        # The last weight is the intercept, which has no penalty.
         free = np.append(weights[:-1], 0.0)
         value = np.logaddexp(0, -margin).mean() + RIDGE / 2 * free @ free
+        # exp overflows float64 above 709.
         slope = -labels / (1 + np.exp(np.clip(margin, -500, 500)))
         return float(value), inputs.T @ slope / len(labels) + RIDGE * free
 

@@ -16,7 +16,7 @@ from vembed.data.examples import Kind
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.evaluation.dataset import open_eval_data
+from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
 from vembed.inference.embedder import Embedder
 from vembed.report.pictures import write_picture
 from vembed.report.plots import front_svg
@@ -85,10 +85,12 @@ def edit(
     sets = TextSets(_texts(first), _texts(second))
     plan = EditPlan(where, direction, components, strength, None if layers is None else tuple(layers))
     _check(target, sets, plan, trials)
+    # Opened before the model is loaded: a mistake in the data shows at once. TrainConfig only carries how records are
+    # read.
     evaluation = None
     if data is not None:
         config = TrainConfig(model_name=str(model), data_path=str(data))
-        evaluation = open_eval_data(config, str(data), splits=("test", "dev", "validation", "val"))
+        evaluation = open_eval_data(config, str(data), splits=TEST_FIRST)
     embedder = Embedder(
         model, torch_dtype=torch_dtype, mixed_precision="no", trust_remote_code=trust_remote_code, session=session
     )
@@ -151,11 +153,12 @@ def _search(editor: Editor, plan: EditPlan, trials: int, seed: int) -> list[Edit
         study = _study(seed, stack) if collectives.rank() == 0 else None
         found: list[EditTrial] = []
         for number in range(trials):
+            # Rank 0 alone has the study; the others apply what it proposes, since every method of the editor is
+            # collective.
             asked = study.ask() if study is not None else None
             proposed = collectives.broadcast_json(_proposal(asked, plan, deepest) if asked is not None else None)
             candidate = EditPlan(plan.where, plan.direction, proposed["components"], proposed["strength"],
                                  None if proposed["layers"] is None else tuple(proposed["layers"]))  # fmt: skip
-            editor.undo()
             editor.apply(candidate)
             scores = editor.scores()
             editor.undo()
@@ -181,6 +184,8 @@ def _proposal(asked: Any, plan: EditPlan, deepest: int) -> dict[str, Any]:
     layers = None
     if plan.where != "embedding":
         first, last = asked.suggest_int("first_layer", 0, deepest), asked.suggest_int("last_layer", 0, deepest)
+        # Two independent ends, put in order: a range that depends on the other end would be another distribution in
+        # every trial.
         layers = list(range(min(first, last), max(first, last) + 1))
     return {"strength": strength, "components": components, "layers": layers}
 

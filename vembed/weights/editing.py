@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vembed.data.examples import Item, Kind
 from vembed.distributed import collectives
 from vembed.distributed.parameters import copy_local_shards, edit_weights, full_state_dict, restore_local_shards
-from vembed.evaluation.dataset import EvalData, RetrievalData
+from vembed.evaluation.dataset import EvalData
 from vembed.evaluation.scores import evaluate
 from vembed.inference.embedder import Embedder
 from vembed.models.heads import Dense, Head
@@ -70,7 +70,7 @@ class _Mapped(nn.Module):
         self.register_buffer("offset", torch.from_numpy(offset).float().to(device))
 
     def forward(self, parts: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
-        """Name of the metric without its options."""
+        """Return the embeddings of the parts, mapped."""
         matrix, offset = self.get_buffer("matrix"), self.get_buffer("offset")
         return [embeddings @ matrix.T + offset for embeddings in self.model(parts)]
 
@@ -108,6 +108,7 @@ class Editor:
         first, second = self._vectors()
         if self.embedder.description.normalize:
             first, second = (_unit(one) for one in (first, second))
+        # Even texts have estimated the direction (`apply`), odd ones test: the probe is fitted on the former as well.
         found = {"probe": linear_probe((first[0::2], second[0::2]), (first[1::2], second[1::2]))}
         if self.sets.is_paired:
             found["across"] = _across(_unit(first[1::2]), _unit(second[1::2]))
@@ -124,7 +125,7 @@ class Editor:
     def metric(self) -> str | None:
         """The key of the main score; None without any."""
         if self.data is not None:
-            return "ndcg@10" if isinstance(self.data, RetrievalData) else "spearman"
+            return self.data.metric
         return "across" if self.sets.is_paired else None
 
     # ---- edits -----------------------------------------------------------------------------------------------------
@@ -134,6 +135,7 @@ class Editor:
         if plan.where in ("layers", "both"):
             self._edit_layers(plan)
         if plan.where in ("embedding", "both"):
+            # where: both estimates the embedding's direction behind the layers as they are edited now.
             first, second = (one[0::2] for one in self._vectors(batch_size=ONE_BY_ONE))
             if plan.direction == "erase":
                 self._map = erasure(first, second, plan.strength)
@@ -156,6 +158,7 @@ class Editor:
                 matrix, offset = self._map
                 added = Dense(len(offset), len(offset), bias=True)
                 head = Head([*(one for one in head or () if isinstance(one, Dense)), added])
+                # The map becomes the last Dense module of the saved model, in front of its normalisation.
                 place = f"head.{len(head) - 1}.linear"
                 weights[f"{place}.weight"] = torch.from_numpy(matrix).float()
                 weights[f"{place}.bias"] = torch.from_numpy(offset).float()
@@ -212,7 +215,6 @@ def _across(first_ND: np.ndarray, second_ND: np.ndarray) -> float:
     """Return nDCG@10 of finding row i of the second set by row i of the first."""
     similarities = first_ND @ second_ND.T
     own = np.diag(similarities)
-    rank = (similarities > own[:, None]).sum(axis=1) + (
-        (similarities == own[:, None]).sum(axis=1) - 1
-    )  # an equal one comes first
+    # Pessimistic: candidates that tie with the right one count as ranked before it, so that equal vectors score low.
+    rank = (similarities >= own[:, None]).sum(axis=1) - 1  # without itself
     return float(np.where(rank < ACROSS_K, 1 / np.log2(rank + 2), 0.0).mean())

@@ -81,6 +81,7 @@ def matched(first: Source, other: Source) -> dict[str, dict[str, str]]:
     Tensors that no embedding depends on may be missing.
     """
     kinds = [(read_object(one.folder / "config.json") or {}).get("model_type") for one in (first, other)]
+    # None: no config.json at the top of the folder, or none that names a type.
     if None not in kinds and kinds[0] != kinds[1]:
         raise UserError(
             f"{first.name} is a {kinds[0]} and {other.name} is a {kinds[1]}: only models of one architecture can be "
@@ -114,6 +115,7 @@ def _matched_names(wanted: Iterable[str], held: Mapping[str, TensorReader]) -> d
     probe = max((name for name in wanted if not is_never_used(name)), key=len)
     longer = {name.removesuffix(probe) for name in held if name.endswith(f".{probe}")}
     shorter = {probe.removesuffix(name) for name in held if probe.endswith(f".{name}")}
+    # The probe is the longest name, which is the most specific: it is found under one prefix only.
     for prefix in sorted(longer):
         found = {name: prefix + name for name in wanted if prefix + name in held}
         if probe in found:

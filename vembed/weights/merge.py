@@ -22,7 +22,7 @@ from vembed.saving.layout import write_json
 from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_model
 from vembed.weights.inputs import Source, default_base, open_source
 from vembed.weights.merging import Merge
-from vembed.weights.methods import METHODS, OF_DIFFERENCES, Method, Recipe
+from vembed.weights.methods import OF_DIFFERENCES, Method, Recipe
 from vembed.weights.trials import Judge, Trial, at_point, greedy_soup, sweep
 
 log = logging.getLogger("vembed")
@@ -128,6 +128,8 @@ def _opened(names: Sequence[str], scratch: Path, *, is_main: bool) -> list[Sourc
     if is_main:
         made = {name: whole_model(name, folder) for name, folder in folders.items()}
     collectives.barrier()
+    # whole_model gives None for a name that is a model already, which only rank 0 knows; a folder says so to the
+    # others.
     if not is_main:
         made = {name: folder if folder.is_dir() else None for name, folder in folders.items()}
     return [open_source(name, made[name]) for name in names]
@@ -172,8 +174,8 @@ def _check(
 ) -> None:
     if target.exists():
         raise UserError(f"{target} exists already; give a new folder")
-    if method not in get_args(MergeMethod) and method not in (*METHODS, "soup"):
-        raise UserError(f"method: {method} is not one of {', '.join((*METHODS, 'soup'))}")
+    if method not in get_args(MergeMethod):
+        raise UserError(f"method: {method} is not one of {', '.join(get_args(MergeMethod))}")
     if weights is not None and len(weights) != len(names):
         raise UserError(f"{len(weights)} weights are given for {len(names)} models; give one for each")
     if method == "weighted" and weights is None:

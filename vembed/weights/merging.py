@@ -116,6 +116,7 @@ def _write_dtype(folder: Path, dtype: torch.dtype | None) -> None:
         return
     settings = read_object(folder / "config.json") or {}
     name = str(dtype).removeprefix("torch.")
+    # Unchanged if it says so already; `torch_dtype` is the key's older name and would contradict.
     if file_dtype(read_config(folder, trust_remote_code=False)) != dtype:
         settings.pop("torch_dtype", None)
         write_json(folder / "config.json", {**settings, "dtype": name})

@@ -50,7 +50,7 @@ class Read(Protocol):
     """Values of one tensor."""
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        """Return a range of the flattened tensor in float64."""
+        """Return a range of the flattened tensor in float64, as a new tensor, which the caller may change."""
         ...
 
 
@@ -72,13 +72,13 @@ def merged_pieces(recipe: Recipe, name: str, size: int, models: Sequence[Read], 
         below = base(start, stop) if base is not None and recipe.needs_base else None
         if recipe.method in OF_DIFFERENCES or recipe.of_differences:
             assert below is not None
-            # One after the other, so that only one model's values are in memory beside the sum.
-            if recipe.method == "ties":
-                change = _ties([_less(read(start, stop), below) for read in models], recipe.weights, thresholds)
+            if recipe.method == "ties":  # which elects signs, so it needs the piece of all models at once
+                change = _ties([read(start, stop).sub_(below) for read in models], recipe.weights, thresholds)
             else:
+                # One after the other, so that only one model's values are in memory beside the sum.
                 change = torch.zeros(stop - start, dtype=torch.float64)
                 for place, (read, factor) in enumerate(zip(models, coefficients, strict=True)):
-                    part = _less(read(start, stop), below)
+                    part = read(start, stop).sub_(below)
                     if recipe.method == "dare":
                         part *= _drawn(recipe, name, place, start, stop - start)
                     change.add_(part, alpha=factor)
@@ -126,19 +126,15 @@ def _gram(recipe: Recipe, size: int, models: Sequence[Read], base: Read | None) 
         if recipe.of_differences:
             assert base is not None
             below = base(start, stop)
-            values = [_less(one, below) for one in values]
+            values = [one.sub_(below) for one in values]
         stacked = torch.stack(values)
         products += stacked @ stacked.T
     return products
 
 
-def _less(values: Tensor, base: Tensor) -> Tensor:
-    return values.sub_(base)
-
-
 def _differences(read: Read, base: Read) -> Read:
     def magnitudes(start: int, stop: int) -> Tensor:
-        return _less(read(start, stop), base(start, stop)).abs_()
+        return read(start, stop).sub_(base(start, stop)).abs_()
 
     return magnitudes
 
@@ -157,10 +153,14 @@ def _threshold(magnitudes: Read, size: int, density: float) -> float:
             bits = magnitudes(start, min(start + PIECE, size)).float().view(torch.int32)
             keys = bits >> 16 if level == 0 else (bits & (_BINS - 1))[(bits >> 16) == upper]
             counts += torch.bincount(keys, minlength=_BINS)
+        # at_least[b]: elements in bin b or above. It falls with b, so the bins that reach `wanted` are the first ones,
+        # and the last of them holds the threshold.
         at_least = counts.flip(0).cumsum(0).flip(0)
         found = int((at_least >= wanted).sum()) - 1
         if level == 0:
             upper = found
+            # Elements in higher bins are above the threshold for certain; the second pass looks for the rest within
+            # this bin.
             wanted -= int(at_least[found + 1]) if found + 1 < _BINS else 0
     bits_of_threshold = torch.tensor([(upper << 16) + found], dtype=torch.int32)
     return float(bits_of_threshold.view(torch.float32))
@@ -173,6 +173,7 @@ def _ties(differences: list[Tensor], weights: Sequence[float], thresholds: Seque
     total = torch.zeros_like(differences[0])
     for one, weight in zip(differences, weights, strict=True):
         total.add_(one, alpha=weight)
+    # A sign is elected by the sum of weighted differences, as TIES does it, not by the number of models.
     sign = total.sign()
     kept, weight_kept = torch.zeros_like(total), torch.zeros_like(total)
     for one, weight in zip(differences, weights, strict=True):
@@ -185,6 +186,7 @@ def _ties(differences: list[Tensor], weights: Sequence[float], thresholds: Seque
 def _drawn(recipe: Recipe, name: str, place: int, start: int, count: int) -> Tensor:
     """Return 1 / density where an element is kept and 0 elsewhere, the same for every order of tensors and files."""
     text = f"{recipe.seed}/{name}/{place}/{start}".encode()
+    # 7 bytes: manual_seed takes any number below 2**63.
     number = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
     kept = torch.rand(count, generator=torch.Generator().manual_seed(number)) < recipe.density
     return kept.double() / recipe.density

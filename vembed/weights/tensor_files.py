@@ -63,6 +63,7 @@ class TensorReader:
             return torch.empty(0, dtype=entry.dtype)
         width = entry.dtype.itemsize
         buffer = bytearray((stop - start) * width)
+        # preadv gives at most 2 GiB at once, and less over a network file system.
         view, done, offset = memoryview(buffer), 0, entry.begin + start * width
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
@@ -93,6 +94,8 @@ class TensorWriter:
             end = offset + entry.size * entry.dtype.itemsize
             header[name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [offset, end]}
             offset = end
+        # The format: 8 bytes with the header's length, the header (JSON, padded with spaces), the tensors. Offsets
+        # count from the end of the header.
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         self._file = path.open("wb")

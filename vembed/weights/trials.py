@@ -11,7 +11,7 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.evaluation.dataset import RetrievalData, open_eval_data
+from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
 from vembed.evaluation.scores import evaluate
 from vembed.weights.methods import Recipe
 
@@ -21,17 +21,12 @@ log = logging.getLogger("vembed")
 class Judge:
     """Scores model folders on one set of evaluation data. Collective where a session has several ranks."""
 
-    def __init__(
-        self, data: str, metric: str = "auto", session: Session | None = None, *, batch_tokens: int | None = None
-    ) -> None:
+    def __init__(self, data: str, metric: str = "auto", session: Session | None = None) -> None:
         """`metric`: `auto` is nDCG@10, or Spearman's correlation for scored pairs."""
         config = TrainConfig(model_name="", data_path=data)
-        self.data = open_eval_data(config, data, splits=("test", "dev", "validation", "val"))
-        self.metric = metric
-        if metric == "auto":
-            self.metric = "ndcg@10" if isinstance(self.data, RetrievalData) else "spearman"
+        self.data = open_eval_data(config, data, splits=TEST_FIRST)
+        self.metric = self.data.metric if metric == "auto" else metric
         self.session = session
-        self.batch_tokens = batch_tokens
 
     @property
     def is_main(self) -> bool:
@@ -40,7 +35,7 @@ class Judge:
 
     def scores(self, folder: str | Path) -> dict[str, float]:
         """Return all metrics of a model."""
-        found = evaluate(folder, self.data, session=self.session, batch_tokens=self.batch_tokens)
+        found = evaluate(folder, self.data, session=self.session)
         if self.metric not in found:
             raise UserError(f"metric {self.metric} is not among what is measured: {', '.join(found)}")
         return found
@@ -84,6 +79,7 @@ def greedy_soup(judge: Judge, members: Sequence[str | Path], write: Write, scrat
     for place in order[1:]:
         candidate = [*chosen, place]
         recipe = Recipe("mean", (1.0,) * len(candidate))
+        # Defaults bind this round's values; mypy does not infer a lambda with defaults.
         judge.made(lambda chosen=candidate, recipe=recipe: write(chosen, recipe, scratch))  # type: ignore[misc]
         score = judge.score(scratch)
         is_kept = score >= best
