@@ -11,6 +11,8 @@ from PIL import Image
 from tests.mining.data import documents, model, read_lines, write_lines
 from vembed import UserError, audit
 from vembed.config.loading import load_config
+from vembed.mining import minhash
+from vembed.mining.duplicates import ngrams
 from vembed.mining.minhash import near_pairs
 from vembed.start.data_page import as_html, sections
 from vembed.start.datasets import open_sets
@@ -132,6 +134,13 @@ def test_bad_records_and_images(tmp_path):
     assert found["bad_records"].count == 2
     assert {example["place"] for example in found["bad_records"].examples} == {f"{path}:4", f"{path}:5"}
     assert found["repeated_images"].count == 1
+
+
+def test_ngrams_of_near_texts_are_made_twice_at_most(monkeypatch):
+    made = []
+    monkeypatch.setattr(minhash, "ngrams", lambda text: made.append(text) or ngrams(text))
+    near_pairs(["one two three four five six seven eight nine"] * 20, 0.9)
+    assert len(made) == 40  # for the signatures, and for the comparison
 
 
 def test_near_pairs_are_those_of_a_full_comparison():

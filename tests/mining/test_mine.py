@@ -348,3 +348,14 @@ def test_scores_are_read_by_training(tmp_path):
         assert len(example.scores) == 1
     run(options)
     assert len(open_examples(TrainConfig(model_name="m", data_path="x"), str(tmp_path / "mined.jsonl"))) == 40
+
+
+def test_an_index_of_the_same_documents_in_another_order_is_not_used(options, tmp_path):
+    options = {**options, "model_name": "bm25", "relative_margin": None}
+    run(options)
+    corpus = Path(options["corpus_path"])
+    first, second, *others = read_lines(corpus)
+    write_lines(corpus, [second, first, *others])
+    again, _ = run(options)
+    afresh, _ = run(options, output_path=str(tmp_path / "afresh.jsonl"))
+    assert again == afresh

@@ -30,7 +30,7 @@ class Checker:
 
     def findings(self) -> list[Finding]:
         """Everything that was found."""
-        found = [self._duplicates(), self._popular(), self._contradictions(), *self._images()]
+        found = [self._duplicates(), self._popular(), self._contradictions(), self._images()]
         if self.near_duplicate is not None:
             found.append(self._near_duplicates(self.near_duplicate))
         if self.validation is not None:
@@ -90,6 +90,7 @@ class Checker:
     def _popular(self) -> Finding | None:
         """Documents that are the positive of very many rows."""
         counts = Counter(key for keys in self.train.positive_keys() for key in set(keys))
+        # In small data two rows with one positive are nothing to look at.
         limit = max(MANY_ROWS * len(self.train), 2)
         popular = {key: count for key, count in counts.items() if count > limit}
         item_of = {
@@ -136,12 +137,13 @@ class Checker:
             f"By source: {where}.", len(rows), found,
         )  # fmt: skip
 
-    def _images(self) -> list[Finding | None]:
-        """Images that stand for several different things, by their bytes."""
+    def _images(self) -> Finding | None:
+        """Images of positives that occur under several names, by their bytes."""
         queries: dict[bytes, set[int]] = defaultdict(set)
         paths: dict[bytes, set[str]] = defaultdict(set)
         known: dict[str, bytes] = {}
         for row, one in enumerate(self.train.examples):
+            # Each file is read once; an image inside the data has no name to remember its content by.
             for image in (image for item in one.positives for image in item.images):
                 name = image.path or ""
                 content = known.get(name) or _digest(image.data, name)
@@ -153,12 +155,11 @@ class Checker:
         examples = [
             {"image": ", ".join(sorted(names)[:5]), "rows": f"{len(queries[key]):,d}"} for key, names in copies.items()
         ]
-        finding = self._finding(
+        return self._finding(
             "repeated_images", "warning", "Images that occur under several names",
             "The same bytes are the positive of different rows: in one batch one is a false negative of the other.",
             len(copies), examples, mend="vembed train cfg.yaml no_duplicates=true",
         )  # fmt: skip
-        return [finding]
 
     def _finding(
         self, kind: str, severity: Severity, title: str, text: str, count: int, examples: Sequence[dict[str, str]],

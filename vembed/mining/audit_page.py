@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from vembed import __version__
 from vembed.mining.findings import Finding
-from vembed.report.page import STYLE
+from vembed.report.page import document, section
 from vembed.start.data_page import as_html
 from vembed.start.sections import Section
 
@@ -31,19 +30,12 @@ def render(name: str, report: Mapping[str, Any], page: Sequence[Section], findin
         f'<header>\n<p class="eyebrow">vembed audit &middot; {escape(name)}</p>\n<h1>{headline}</h1>\n'
         f'<p class="lead">{escape(report["summary"])}</p>\n</header>',
         as_html(page),
-        _section("Findings", "".join(_finding(one) for one in ordered) or "<p>Nothing was found.</p>"),
-        _section("Words", _lengths(report["lengths"])),
-        _section("Scripts", _shares(report["scripts"])),
-        _section("Sources and the model", _sources(report["sources"])) if _has_scores(report["sources"]) else "",
+        section("Findings", "".join(_finding(one) for one in ordered) or "<p>Nothing was found.</p>"),
+        section("Words", _lengths(report["lengths"])),
+        section("Scripts", _shares(report["scripts"])),
+        section("Sources and the model", _sources(report["sources"])) if _has_scores(report["sources"]) else "",
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Audit of {escape(name)}</title>\n<style>{STYLE}{OWN_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(parts)
-        + f"\n<footer>Written by vembed {__version__}. This page is one file and needs no network.</footer>\n"
-        "</main>\n</body>\n</html>\n"
-    )
+    return document(f"Audit of {name}", parts, OWN_STYLE)
 
 
 def _finding(one: Finding) -> str:
@@ -90,10 +82,6 @@ def _sources(sources: Mapping[str, Mapping[str, float]]) -> str:
 
 def _has_scores(sources: Mapping[str, Mapping[str, float]]) -> bool:
     return any(values.keys() - {"rows"} for values in sources.values())
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section>\n<h2>{escape(title)}</h2>\n{body}\n</section>"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, plain: bool = False) -> str:

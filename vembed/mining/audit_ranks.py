@@ -39,6 +39,7 @@ class Ranks:
         best, best_score, deepest, first, first_score = [], [], [], [], []
         for one in chunks:
             own = np.full(len(one), -np.inf)
+            # ufunc.at, not fancy indexing: a query with several positives occurs several times.
             np.maximum.at(own, one.positives.queries, one.positive_scores)
             there = np.isfinite(one.scores)
             # Known positives are no candidates, so that all above are others.
@@ -158,7 +159,7 @@ def _row(inputs: Inputs, ranks: Ranks, data: Texts, row: int) -> dict[str, str]:
         "row": str(row + 1),
         "query": shown(one.query),
         "positive": shown(one.positives[0]),
-        "documents above it": f"{ranks.best[query]:,d}" if ranks.best[query] < 10**6 else "all",
+        "documents above it": f"{ranks.best[query]:,d}",
         "the first of them": shown(inputs.documents.item(int(ranks.first[query]))) if ranks.first[query] >= 0 else "",
     }
 

@@ -15,6 +15,7 @@ from vembed.data.cache import short_hash
 from vembed.distributed.session import Session
 from vembed.mining.claims import ClaimFinder, claimed_limit
 from vembed.mining.config import BM25, MineConfig, Retriever
+from vembed.mining.contents import array_identity
 from vembed.mining.documents import Documents
 from vembed.mining.encoders import Encoder, encoder_identity, encoder_precision, load_encoder
 from vembed.mining.known import Known, Pairs
@@ -197,8 +198,7 @@ class CandidateStore:
             documents.exact, self._excluded.queries, self._excluded.documents, self._known.positives.queries,
             self._known.positives.documents,
         )  # fmt: skip
-        # The position goes into the sum: an XOR of the numbers alone would not see two exchanged.
-        sums = [[len(one), int(np.bitwise_xor.reduce(one * 31 + np.arange(len(one)), initial=0))] for one in arrays]
+        sums = [array_identity(one) for one in arrays]
         queries = [int(self._known.first_row.sum()), self._known.num_queries, documents.num_candidates]
         claims = self._claims is not None
         return short_hash(retrievers, config.top_k, config.fusion, config.rrf_k, sums, queries, claims)

@@ -68,6 +68,7 @@ class Chooser:
     def choose(self, candidates: Candidates, depth: int) -> Chosen:
         """At most `depth` negatives for each query. Collective: the ranks share the queries."""
         rank, world_size = self._session.rank, self._session.world_size
+        # Consecutive queries for each rank: their parts are joined in order by the gather below.
         bounds = [len(candidates) * one // world_size for one in range(world_size + 1)]
         own = range(bounds[rank], bounds[rank + 1])
         documents = np.full((len(own), depth), -1, np.int64)

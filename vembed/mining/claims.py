@@ -44,6 +44,7 @@ class ClaimFinder:
         """Write the vectors of the pairs that are not in `folder` yet. Collective."""
         self._documents, self._positives, self._session = documents, positives, session
         # Part of a file's name: vectors of other pairs are never read for these.
+        # The product may wrap around in int64, which changes nothing: it is a hash.
         keys = queries.keys[positives.queries] * 31 + documents.keys[positives.documents]
         self._pairs = VectorStore(folder, "query", keys, queries.dtype_name)
         self._codes = positives.queries << 32 | positives.documents  # ascending, as pairs are
@@ -82,6 +83,7 @@ class ClaimFinder:
 
     def _own(self, query_N: np.ndarray, row_N: np.ndarray, vectors: Tensor) -> np.ndarray:
         """[n] the highest sum of a query's own pairs for the vector in a row; -inf where it has none. Collective."""
+        # Pairs are sorted by query, so those of one are a range; the ranges of all are laid end to end.
         begin, end = (np.searchsorted(self._positives.queries, query_N + one) for one in (0, 1))
         count = end - begin
         position = np.repeat(np.arange(len(query_N)), count)

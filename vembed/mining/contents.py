@@ -35,6 +35,13 @@ def id_key(identity: object) -> int:
     return int.from_bytes(hashlib.blake2b(str(identity).encode(), digest_size=8).digest(), "little") >> 1
 
 
+def array_identity(values: np.ndarray) -> list[int]:
+    """Return two numbers that tell an array from others: its length, and a sum that changes where values are changed or
+    exchanged."""
+    # The position goes into the sum: an XOR of the numbers alone would not see two exchanged.
+    return [len(values), int(np.bitwise_xor.reduce(values * 31 + np.arange(len(values)), initial=0))]
+
+
 class KeyIndex:
     """Positions of many keys; of equal keys the first counts."""
 
@@ -52,6 +59,7 @@ class KeyIndex:
         return np.where(self._keys[places] == keys, self._positions[places], NOT_FOUND)
 
 
+# Hiragana and Katakana, Chinese characters with extension A, Hangul syllables.
 _LETTERS_ALONE = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _WORD = re.compile(f"[{_LETTERS_ALONE}]|[^\\W{_LETTERS_ALONE}]+")
 

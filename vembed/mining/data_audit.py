@@ -66,6 +66,7 @@ def audit(
 
         num_cleaned = None
         if config.cleaned_path is not None:
+            # Counted on every rank, since all return the result; the first one writes.
             num_cleaned = len(inputs.rows) - len(set().union(*(to_drop.get(kind, set()) for kind in config.drop)))
             if running.is_main:
                 _write_cleaned(config, inputs.rows, to_drop)
@@ -98,10 +99,14 @@ def check_audit(config: AuditConfig) -> Path:
 
 def mining_config(config: AuditConfig) -> MineConfig:
     """The search that an audit needs, as options of mining."""
+    # near_duplicate has another meaning in an audit: between rows, not between a candidate and a positive.
     names = set(MineConfig.model_fields) & set(AuditConfig.model_fields) - {"near_duplicate"}
     values = config.model_dump(include=names, exclude_unset=True)
+    # MineConfig wants a model; without one the audit searches nothing.
     fixed = {"model_name": config.model_name or "none", "output_path": config.output_path, "top_k": config.top_k}
     return MineConfig.model_validate(
+        # Without limits, and with the rows' own negatives among the candidates: what they are is what the audit looks
+        # at. Bad records are left out here and become a finding.
         values | fixed | {"relative_margin": None, "keep_negatives": False, "on_bad_record": "skip"}
     )
 

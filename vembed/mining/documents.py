@@ -94,6 +94,7 @@ class _Entries:
 
     def distinct(self) -> _Entries:
         """Each content once, where it came first."""
+        # return_index gives the first place of each key; sorted, the documents keep the order of the files.
         _, first = np.unique(self.keys, return_index=True)
         return self.take(np.sort(first))
 
@@ -206,6 +207,7 @@ def open_documents(options: DataOptions, rows: RowSource) -> Documents:
         paths = [table.name for table in rows.tables if isinstance(table, BeirTable)]
     files = [CorpusFile(path, options) for path in paths]
     of_rows = _Collector()
+    # With a corpus too: positives and negatives of the rows get scores, also those that the corpus lacks.
     for row in range(len(rows)):
         for slot, item in enumerate(items_of(rows.example(row))):
             of_rows.add(ROWS, row, slot, content_key(item), item.key(), 0)

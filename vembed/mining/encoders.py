@@ -88,6 +88,7 @@ class SentenceTransformersEncoder:
         if options.max_length is not None:
             self._model.max_seq_length = options.max_length
         self._prompts = {"query": retriever.query_prompt, "document": retriever.document_prompt}
+        # Vectors of length 1, whose dot product is the cosine: the search knows dot products alone.
         self._unit = self._model.similarity_fn_name in (None, "cosine")
 
     def encode(self, items: Sequence[Item], kind: Kind) -> np.ndarray:
@@ -140,6 +141,7 @@ def encoder_identity(retriever: Retriever, options: ModelOptions, precision: Pre
     settings = retriever.model_dump(exclude={"weight", "model"})
     return short_hash(
         files_identity(retriever.model), settings, options.torch_dtype, options.max_length, options.vector_dtype,
+        # Nothing for "no", so that vectors stored before there was a precision still count.
         *([] if precision == "no" else [precision]),
     )  # fmt: skip
 
@@ -149,6 +151,7 @@ def files_identity(model: str) -> list[list[object]]:
     folder = Path(model)
     if folder.is_dir():
         files = sorted(path for path in folder.rglob("*") if path.is_file())
+        # Size and time instead of content: gigabytes would be read at every start.
         return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     cached = try_to_load_from_cache(model, "config.json") if "/" in model else None
     return [[model, str(cached)]]

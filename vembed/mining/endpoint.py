@@ -15,6 +15,7 @@ from vembed.errors import RunError, UserError
 from vembed.mining.config import Endpoint
 
 LONGEST_WAIT = 60.0
+# Timeouts, limits and overload; 529 is how some providers say that they are overloaded.
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 
 
@@ -75,6 +76,7 @@ class ChatClient:
                 # A connection that ends, or an answer that is no chat completion: both may be better next time.
                 last = f"{type(error).__name__}: {error}"
             if attempt < self._endpoint.max_retries:
+                # As sleep, but it ends when another request has failed for good.
                 self._is_dead.wait(min(wait, LONGEST_WAIT))
         raise RunError(
             f"{self.url} gave no answer in {self._endpoint.max_retries + 1} attempts ({last}). What was answered is "

@@ -19,6 +19,7 @@ from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Values of `torch_dtype`; `auto` is not among them, and means the file's own."""
 
 ENDPOINT_PROMPT = (
     "{instruction}.\n\nQuery: {query}\n\nDocument: {document}\n\n"

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -35,8 +34,8 @@ UNDECIDED = -1.0
 class JudgementCache:
     """Judgements of one judge, by the contents of query and document: files of lines, one for each process."""
 
-    def __init__(self, identity: str, folder: Path | None = None) -> None:
-        self._folder = (folder or cache_folder() / "judgements") / identity
+    def __init__(self, identity: str) -> None:
+        self._folder = cache_folder() / "judgements" / identity
         self._known: dict[str, float] = {}
         for path in sorted(self._folder.glob("*.jsonl")):
             for line in path.read_text(encoding="utf-8").splitlines():

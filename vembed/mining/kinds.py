@@ -16,6 +16,7 @@ SHORTEST_QUERY, SHORTEST_REST = 2, 5
 """Words that a query and what is left of the document need."""
 CROP_WORDS = (8, 64)
 _SENTENCE = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])\s+")
+# `## Title ##`: spaces and closing marks are no part of the title.
 _HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
 
 Pair = tuple[str, Any]
@@ -65,6 +66,7 @@ def docstring_function(record: dict[str, Any], item: Item, random: np.random.Gen
         docstring = ast.get_docstring(node)
         if docstring and _is_long(docstring, SHORTEST_QUERY):
             lines = text.splitlines()
+            # From `def` on, without decorators, to the line before the docstring; then all behind it.
             head = lines[node.lineno - 1 : node.body[0].lineno - 1]
             body = lines[(node.body[0].end_lineno or node.body[0].lineno) : node.end_lineno]
             pairs.append((" ".join(docstring.partition("\n\n")[0].split()), "\n".join(head + body)))

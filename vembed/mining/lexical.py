@@ -14,7 +14,7 @@ from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.ranking_keys import NOTHING, as_keys, documents_of, scores_of
-from vembed.mining.contents import words
+from vembed.mining.contents import array_identity, words
 from vembed.mining.documents import Documents
 from vembed.mining.known import Known, Pairs
 
@@ -31,8 +31,8 @@ class LexicalRetriever:
     def __init__(self, folder: Path, documents: Documents, known: Known, session: Session) -> None:
         check_bm25()
         self._documents, self._known, self._session = documents, known, session
-        digest = short_hash(np.bitwise_xor.reduce(documents.exact).item(), len(documents), int(documents.exact[-1]))
-        self._folder = folder / "bm25" / digest
+        # With their order: the index knows documents by their numbers alone.
+        self._folder = folder / "bm25" / short_hash(array_identity(documents.exact))
         if session.is_main and not self._folder.exists():
             self._build()
         session.barrier()
@@ -56,6 +56,7 @@ class LexicalRetriever:
             # A score of 0 means no word in common, and no candidate.
             keys = torch.where(scores > 0, as_keys(scores, numbers), NOTHING)
             own = excluded.documents[bounds[query] : bounds[query + 1]]
+            # Documents of the rows beyond the candidates may be excluded too, and have no key.
             keys[torch.from_numpy(own[own < len(keys)])] = NOTHING
             found = keys.topk(min(k, len(keys))).values
             best[query, : len(found)] = found

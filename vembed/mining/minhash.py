@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -25,6 +26,7 @@ def signatures(texts: Sequence[str]) -> np.ndarray:
     for number, text in enumerate(texts):
         grams = ngrams(text)
         if len(grams) >= SHORTEST:
+            # 31 bits, as the factors: a product stays below 2**62.
             values = np.fromiter((one & 0x7FFFFFFF for one in grams), np.uint64, len(grams))
             found[number] = ((factors * values + offsets) % _PRIME).min(axis=1)
     return found
@@ -43,10 +45,10 @@ def near_pairs(texts: Sequence[str], threshold: float) -> list[tuple[int, int]]:
             for place, later in enumerate(members[1:], 1):
                 # With the first ones only: a bucket of n copies would have n^2 / 2 pairs.
                 pairs.update((first, later) for first in members[: min(place, LARGEST_BUCKET)])
-    cached: dict[int, frozenset[int]] = {}
 
+    @cache
     def grams(number: int) -> frozenset[int]:
-        return cached.setdefault(number, ngrams(texts[number]))
+        return ngrams(texts[number])
 
     # The bands propose, the n-grams decide: a chance meeting in one band does not count.
     return sorted(pair for pair in pairs if containment(grams(pair[0]), grams(pair[1])) >= threshold)

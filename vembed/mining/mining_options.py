@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from vembed.config.entries import Frozen
+from vembed.config.loading import one_line_yaml
 from vembed.config.options import nearest, shown
-from vembed.config.parsing import CoreDumper, Node, parse_value, read_tree
+from vembed.config.parsing import Node, parse_value, read_tree
 from vembed.errors import UserError
 
 COMMAND_LINE = "command line"
@@ -58,7 +58,7 @@ def describe_options(kind: type[Frozen]) -> list[tuple[str, str, str]]:
     """Name, default and documentation of every option, in the order of the schema."""
     found = []
     for name, field in kind.model_fields.items():
-        default = "required" if field.is_required() else _word(field.get_default(call_default_factory=True))
+        default = "required" if field.is_required() else one_line_yaml(field.get_default(call_default_factory=True))
         found.append((name, default, " ".join((field.description or "").split())))
     return found
 
@@ -70,10 +70,6 @@ def _without_paths(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_paths(entry) for key, entry in value.items()}
     return [_without_paths(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _word(value: Any) -> str:
-    return yaml.dump(value, Dumper=CoreDumper, default_flow_style=True).removesuffix("...\n").strip()
 
 
 def _file(path: Path) -> dict[str, Node]:

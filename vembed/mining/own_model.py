@@ -20,6 +20,7 @@ from vembed.mining.candidate_store import CHUNK, Candidates, with_claims
 from vembed.mining.choice import Chooser, Limits, of_turn
 from vembed.mining.claims import ClaimFinder
 from vembed.mining.config import DataOptions, MineConfig
+from vembed.mining.contents import array_identity
 from vembed.mining.documents import open_documents
 from vembed.mining.known import Known, Pairs
 from vembed.mining.record_tables import Table
@@ -99,8 +100,8 @@ class OwnMiner:
         self._excluded = self._known.excluded(with_negatives=True)
         self._query_keys = np.array([self._known.item(query).key() for query in range(self.num_queries)], np.int64)
         self._unit = config.similarity == "cosine"
-        self.fingerprint = short_hash(len(self.documents), int(np.bitwise_xor.reduce(self.documents.exact, initial=0)))
-        """Hash of the documents: numbers of documents mean the same only where it is the same."""
+        self.fingerprint = short_hash(array_identity(self.documents.exact))
+        """Hash of the documents in their order: numbers of documents mean the same only where it is the same."""
 
     @property
     def notes(self) -> list[str]:

@@ -118,6 +118,7 @@ class _Generator:
                     partial = path.with_suffix(f".{os.getpid()}.part")
                     partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
                     partial.replace(path)
+                    # The block is whole now: answers that were kept for a restart are in it.
                     path.with_suffix(".answers").unlink(missing_ok=True)
                 progress(min(done * BLOCK * self._session.world_size, len(self.places)), len(self.places))
         self._session.barrier()
@@ -173,6 +174,7 @@ class _Generator:
         places = [place for place in range(len(prompts)) if place not in known]
         if not places:
             return known
+        # The seed of a block, so that its text does not depend on the rank that writes it.
         found = self._writer().write([prompts[place] for place in places], self._config.seed + block)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
@@ -290,6 +292,7 @@ def _round_trip(
     for number, row in enumerate(rows):
         query = int(known.query_of_row[number])
         document = inputs.documents.find_contents([content_key(inputs.rows.example(number).positives[0])])[0]
+        # `codes` is ascending, as pairs are, and holds every positive of the rows.
         own = positives[np.searchsorted(codes, query << 32 | int(document))]
         # The candidates leave out the known positives, so that those above it are counted by score.
         if int((scores[query] > own).sum()) < config.round_trip_top_k:

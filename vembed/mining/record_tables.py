@@ -186,6 +186,7 @@ class Rows:
 
     def locate(self, row: int) -> tuple[Table, int]:
         """The table of a row, and its number there."""
+        # right: a row at an end belongs to the next table, and empty tables are passed over.
         source = int(np.searchsorted(self._ends, row, side="right"))
         return self.tables[source], row - (int(self._ends[source - 1]) if source else 0)
 
@@ -219,6 +220,7 @@ def open_rows(options: RowOptions) -> Rows:
 
 def _open_file(options: RowOptions, source: DataSource, *, alone: bool) -> FileTable:
     mapping = options.column_mapping if source.column_mapping is None else source.column_mapping
+    # A mapping for all sources may name columns that one of them lacks; a source's own may not.
     columns = AllColumns(mapping, may_miss=not alone and source.column_mapping is None)
     reader = open_reader(source.path, columns, "train", cache_folder())
     images = ImageRoot(options.image_root or str(reader.folder), allow_urls=options.allow_image_urls)

@@ -71,6 +71,7 @@ class NegativePairs:
         table = np.array(keys, np.int64).reshape(-1, 2)
         # A pair that occurs in several rows is judged once.
         _, first, which = np.unique(table, axis=0, return_index=True, return_inverse=True)
+        # numpy 2.0 gives the inverse of axis=0 another shape than other versions do.
         self._first, self.which = first, which.reshape(-1)
         """Number of the distinct pair that each negative is."""
 

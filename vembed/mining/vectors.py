@@ -81,12 +81,6 @@ class VectorStore:
                 "vector_dtype: float16"
             ) from error
 
-    def tiles(self, shard: Shard, size: int) -> Iterator[tuple[int, Tensor]]:
-        """The number of the first item, and the float32 vectors of at most `size` items, one tile after the other."""
-        stored = np.load(shard.path, mmap_mode="r")
-        for start in range(0, len(stored), size):
-            yield shard.first + start, self._wide(stored[start : start + size])
-
     def rows(self, shard: Shard, numbers: np.ndarray) -> Tensor:
         """The float32 vectors of some items of a shard."""
         return self._wide(np.load(shard.path, mmap_mode="r")[numbers - shard.first])

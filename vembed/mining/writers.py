@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vembed.data.cache import short_hash
 from vembed.families.model_files import whole_model_folder
+from vembed.inference.reranker import add_padding_token, read_weights
 from vembed.mining.config import GenerateConfig, Writer
 from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
@@ -56,21 +57,16 @@ class LocalWriter:
         self._tokenizer = AutoTokenizer.from_pretrained(
             folder, padding_side="left", trust_remote_code=config.trust_remote_code
         )
-        if self._tokenizer.pad_token_id is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        dtype: Any = "auto" if config.torch_dtype == "auto" else DTYPES[config.torch_dtype]
-        self._model = (
-            AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, trust_remote_code=config.trust_remote_code, use_safetensors=True
-            )
-            .eval()
-            .to(device)
-        )
+        add_padding_token(self._tokenizer)
+        dtype = DTYPES.get(config.torch_dtype)
+        self._model = read_weights(AutoModelForCausalLM, folder, dtype, config.trust_remote_code).eval().to(device)
 
     def write(self, prompts: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:
         """The number of each prompt, and what was written."""
         texts = [self._chat(prompt) for prompt in prompts]
+        # generate() draws from the global generator.
         torch.manual_seed(seed)
+        # None in words: generate() warns of sampling settings that a model brings along.
         sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if self._writer.temperature > 0:
             sampling = {"do_sample": True, "temperature": self._writer.temperature}
@@ -126,6 +122,7 @@ def prompt_for(
         draw = np.random.default_rng([config.seed, 2, number])
         chosen = draw.choice(len(examples), min(config.num_examples, len(examples)), replace=False)
         shown = "\n\n".join(f"Document: {examples[one][1]}\n{NOUNS[kind]}: {examples[one][0]}" for one in chosen)
+    # About four characters to a token; a local writer is cut exactly, by its tokenizer.
     cut = document[: 4 * config.writer.max_length]
     if kind in config.prompts:
         return config.prompts[kind].format(document=cut, language=language, persona=persona, examples=shown)

@@ -151,18 +151,23 @@ def render(page: Page) -> str:
         _scores(page),
         _dims(page),
         _stored(page),
-        _section("Queries that got better", queries_html(page.better)) if page.better else "",
-        _section("Queries that got worse", queries_html(page.worse)) if page.worse else "",
-        _section("Over time", _figures(page.figures)) if page.figures else "",
-        _section("The run", _facts(page.facts)),
-        _section("Use the model", _use(page.calls)) if page.calls else "",
-        _section("Settings", _settings(page)),
+        section("Queries that got better", queries_html(page.better)) if page.better else "",
+        section("Queries that got worse", queries_html(page.worse)) if page.worse else "",
+        section("Over time", _figures(page.figures)) if page.figures else "",
+        section("The run", _facts(page.facts)),
+        section("Use the model", _use(page.calls)) if page.calls else "",
+        section("Settings", _settings(page)),
     ]
+    return document(page.title, parts)
+
+
+def document(title: str, parts: Sequence[str], style: str = "") -> str:
+    """Return a page of its own: the parts that are not empty, in the common style, to which `style` is added."""
     return (
         "<!doctype html>\n"
         '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(page.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{escape(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(part for part in parts if part)
         + f"\n<footer>Written by vembed {__version__}. This page is one file and needs no network.</footer>\n"
         "</main>\n</body>\n</html>\n"
@@ -191,7 +196,7 @@ def _warnings(warnings: Sequence[str]) -> str:
 
 def _scores(page: Page) -> str:
     if not page.scores.rows:
-        return _section(
+        return section(
             "Scores",
             '<p class="lead">Nothing was evaluated: set <code>val_split: 0.1</code>, or give '
             "<code>val_data_path</code>.</p>",
@@ -208,20 +213,20 @@ def _scores(page: Page) -> str:
         heading = f"<h3>{escape(page.label)}<small>over the steps; the ring marks the weights kept</small></h3>"
         tables = f'<div class="pair"><div>{tables}</div><div>{heading}{page.scores_svg}</div></div>'
     verdict = f'<p class="lead">{escape(page.verdict)}</p>' if page.verdict else ""
-    return _section("Before and after", verdict + tables)
+    return section("Before and after", verdict + tables)
 
 
 def _dims(page: Page) -> str:
     if page.dims is None:
         return ""
     plot = f"<div>{page.dims_svg}</div>" if page.dims_svg else ""
-    return _section(f"{page.label} by number of dimensions", f'<div class="pair">{table_html(page.dims)}{plot}</div>')
+    return section(f"{page.label} by number of dimensions", f'<div class="pair">{table_html(page.dims)}{plot}</div>')
 
 
 def _stored(page: Page) -> str:
     if page.stored is None:
         return ""
-    return _section("Stored vectors", f'<div class="pair">{table_html(page.stored)}<div>{page.stored_svg}</div></div>')
+    return section("Stored vectors", f'<div class="pair">{table_html(page.stored)}<div>{page.stored_svg}</div></div>')
 
 
 def _figures(figures: Sequence[Figure]) -> str:
@@ -254,7 +259,8 @@ def _settings(page: Page) -> str:
     )
 
 
-def _section(title: str, body: str) -> str:
+def section(title: str, body: str) -> str:
+    """Return a section with its heading. `body` is HTML."""
     return f"<section>\n<h2>{escape(title)}</h2>\n{body}\n</section>"
 
 
@@ -267,6 +273,7 @@ def table_html(table: Table, *, plain: bool = False) -> str:
         cells = []
         for cell, name in zip(row, classes, strict=True):
             kind = {"+": "up", "-": "down"}.get(cell[:1], "") if name == "change" else name
+            # chr(34) is a quotation mark, which may not stand in the braces of an f-string before Python 3.12.
             cells.append(f"<td{f' class={chr(34)}{kind}{chr(34)}' if kind else ''}>{escape(cell)}</td>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
     body = f"<thead><tr>{header}</tr></thead><tbody>{''.join(rows)}</tbody>"

@@ -19,6 +19,7 @@ COLOURS = {"--ink-soft": "#666c75", "--line": "#e4e5e2", "--accent": "#1f5fbf", 
 TITLE_HEIGHT, MARGIN = 16.0, 5.0
 SCALE, FINER = 3, 2
 """Pixels of a PNG per unit of the SVG; lines are drawn on a grid so many times finer, which makes them smooth."""
+# SVG's text-anchor -> Pillow's: left, middle or right, on the baseline.
 ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 Point = tuple[float, float]
 
@@ -30,6 +31,7 @@ def picture_svg(svg: str, title: str = "") -> str:
     width, height = (float(one) for one in ElementTree.fromstring(svg).attrib["viewBox"].split()[2:])
     box = -MARGIN, -TITLE_HEIGHT - MARGIN, width + 2 * MARGIN, height + TITLE_HEIGHT + 2 * MARGIN
     start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{" ".join(f"{one:g}" for one in box)}"'
+    # Behind the line with the opening tag, which is written anew with the margins.
     inner = svg.partition(">\n")[2]
     return (
         f'<?xml version="1.0" encoding="UTF-8"?>\n{start} width="{2 * box[2]:g}" font-family="sans-serif">\n'
@@ -76,6 +78,7 @@ def picture_image(picture: str) -> Image.Image:
         elif kind == "rect":
             x, y, across, down = (float(given[name]) for name in ("x", "y", "width", "height"))
             draw.rectangle((*at(x, y, fine), *at(x + across, y + down, fine)), _colour(given, "fill"))
+    # BOX averages the finer grid. Texts are drawn behind that, since fonts are smooth by themselves.
     image = image.resize((image.width // FINER, image.height // FINER), Image.Resampling.BOX)
     draw = ImageDraw.Draw(image)
     for shape in root.iter("{http://www.w3.org/2000/svg}text"):
@@ -95,6 +98,7 @@ def _colour(given: dict[str, str], name: str) -> tuple[int, ...]:
 def _lines(path: str, dashes: str | None) -> Iterator[list[Point]]:
     """Yield the lines of a path, cut into dashes if there are any."""
     lines: list[list[Point]] = []
+    # H has an x alone, and keeps the y of the point before.
     for command, first, second in re.findall(r"([MLH])([\d.-]+)(?: ([\d.-]+))?", path):
         point = (float(first), float(second) if second else lines[-1][-1][1])
         if command == "M":
@@ -114,6 +118,7 @@ def _dashes(line: list[Point], lengths: list[float]) -> Iterator[list[Point]]:
     for start, stop in pairwise(line):
         length = dist(start, stop)
         done = 0.0
+        # `left`: what is left of this dash or gap, which may go on round the next corner. Even numbers are dashes.
         while length - done > left:
             done += left
             part = done / length

@@ -113,6 +113,7 @@ def front_svg(
 def bars_svg(values: Mapping[str, float], x_label: str) -> str:
     """Return a horizontal bar for each value, the first one on top."""
     row, most = 18.0, max(max(values.values(), default=0.0), 1e-9)
+    # A letter is about 0.58 of the font size wide.
     start = 8 + 0.58 * FONT_SIZE * max(map(len, values), default=0)
     parts = []
     for place, (name, value) in enumerate(values.items()):
@@ -223,6 +224,7 @@ class _Plot:
             is_there = math.isfinite(x) and math.isfinite(y)
             if is_there:
                 path += f"{'L' if is_down else 'M'}{self.x.at(x):.1f} {self.y.at(y):.1f}"
+            # A gap lifts the pen: the next point begins a line.
             is_down = is_there
         look = f'stroke="{line.colour}" stroke-width="{line.width:g}" stroke-linecap="round"'
         look += f' opacity="{line.opacity:g}"' if line.opacity < 1 else ""
@@ -261,7 +263,9 @@ class _Scale:
         """Return round values of the range: multiples of 1, 2, 2.5 or 5 times a power of ten, `smallest` or more."""
         least = max((self.high - self.low) / at_most, smallest)
         power = 10.0 ** math.floor(math.log10(least))
+        # The tolerance keeps a step that is the wanted one but for rounding.
         steps = [factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least * (1 - 1e-9)]
+        # With `smallest` 1 (steps of a run) 2.5 is no step.
         step = next(one for one in steps if not smallest or one % smallest == 0)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [number * step for number in range(first, last + 1)]

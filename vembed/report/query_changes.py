@@ -103,6 +103,7 @@ def compare_results(before: Mapping[str, Any], after: Mapping[str, Any], metric:
     if metric not in differences:
         return Comparison(intervals, [], [])
     change = differences[metric]
+    # Metrics of all queries are recorded, and texts of the first ones alone.
     shown = min(len(before["queries"]), len(after["queries"]))
     order = np.argsort(change[:shown], kind="stable")
     column = after["metrics"].index(metric), before["metrics"].index(metric)
@@ -126,6 +127,7 @@ def paired_intervals(differences_QM: np.ndarray) -> list[Interval]:
     """Return the mean difference of each metric and its 95 % interval, by the paired bootstrap over the queries."""
     count, means = len(differences_QM), differences_QM.mean(axis=0)
     if count > MOST_RESAMPLED:
+        # 95 % of a normal distribution lie within 1.96 standard errors.
         half = 1.96 * differences_QM.std(axis=0, ddof=1) / count**0.5
         lows, highs = means - half, means + half
     else:

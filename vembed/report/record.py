@@ -107,6 +107,7 @@ def read_run(output_dir: str | Path) -> RunRecord:
         except ValueError:
             continue  # the run was killed while it wrote its last line
         if "eval" in values:
+            # null: a score that was not finite, which JSON cannot hold.
             scores = {key: float(value) for key, value in values["eval"].items() if value is not None}
             evaluations.append(Evaluation(int(values["step"]), float(values.get("epoch") or 0.0), scores))
         else:

@@ -49,7 +49,7 @@ def write_report(output_dir: str | Path) -> Path:
 
 
 def score_table(
-    record: RunRecord, keys: tuple[str, ...] | None = None, prefix: str = "", intervals: Mapping[str, Interval] = _NONE
+    record: RunRecord, keys: tuple[str, ...] | None = None, intervals: Mapping[str, Interval] = _NONE
 ) -> Table:
     """Return a table of metrics before and after: the given ones, or all that were measured. With `intervals`, a column
     of the 95 % intervals of the changes."""
@@ -58,8 +58,8 @@ def score_table(
     wanted = keys or tuple(key for key in measured if "/" not in key or key.startswith(("guard/", "task/")))
     rows = []
     for key in wanted:
-        if prefix + key in measured:
-            old, new = before.get(prefix + key), after.get(prefix + key)
+        if key in measured:
+            old, new = before.get(key), after.get(key)
             interval = (str(intervals[key]) if key in intervals else "",) if intervals else ()
             rows.append((metric_name(key), number(old), number(new), change(old, new), *interval))
     header = ("metric", "before", "after", "change", *(("95 % interval of the change",) if intervals else ()))
@@ -183,6 +183,7 @@ def curves(record: RunRecord) -> list[Curve]:
     for key, title, note, write in wanted:
         read = _recorded(record, key)
         points = [(float(step), float(value)) for step, value in read if value is not None and _is_number(value)]
+        # A curve of zeros (no padding, no memory on a CPU) says nothing.
         if len(points) > 1 and any(value for _, value in points):
             steps, values = _thinned(points)
             from_zero, noisy = key not in ("loss", "grad_norm"), key not in ("learning_rate", "memory")
@@ -212,6 +213,7 @@ def task_curves(record: RunRecord) -> list[Curve]:
 
 def _recorded(record: RunRecord, key: str) -> list[tuple[Any, Any]]:
     """Return (step, value) of each step where it was recorded, else of each logged line."""
+    # A logged line holds the steps since the line before as rows of [step, *PER_STEP].
     if key in PER_STEP and all(line.get("steps") for line in record.steps):
         place = 1 + PER_STEP.index(key)
         return [(one[0], one[place]) for line in record.steps for one in line["steps"]]
@@ -389,6 +391,8 @@ def _power(value: float) -> str:
 
 def short_paths(text: str) -> str:
     """Shorten absolute paths to their last parts."""
+    # From a slash at the beginning of a word (behind a blank, quotation mark, bracket, comma or colon) to the last
+    # slash before a name, so that `a/b` and `https://` stay.
     return re.sub(r"(?<![^\s'\"\[{(,:])/[^\s'\",]*/(?=[^/\s])", "", text)
 
 

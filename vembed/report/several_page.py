@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from vembed import __version__
 from vembed.errors import UserError
 from vembed.progress import duration
-from vembed.report.page import STYLE, queries_html
+from vembed.report.page import document, queries_html, section
 from vembed.report.plots import RUNS, runs_svg
 from vembed.report.query_changes import NO_DIFFERENCE, Interval
 from vembed.report.record import Table, metric_name
@@ -65,15 +64,7 @@ def comparison_html(runs: SeveralRuns) -> str:
         ),
         _section("The runs", _facts(runs)),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{len(runs.entrants)} runs - vembed compare</title>\n<style>{STYLE}{OWN_STYLE}{_colours()}</style>\n"
-        "</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in parts if part)
-        + f"\n<footer>Written by vembed {__version__}. This page is one file and needs no network.</footer>\n"
-        "</main>\n</body>\n</html>\n"
-    )
+    return document(f"{len(runs.entrants)} runs - vembed compare", parts, OWN_STYLE + _colours())
 
 
 def score_lines(runs: SeveralRuns) -> str:
@@ -118,6 +109,7 @@ def _verdict(runs: SeveralRuns, best: Entrant) -> str:
             f"{first.name} is the run that the others are compared with. {len(clear)} of {len(paired)} differ from it "
             f"in {name} by more than chance."
         )
+    # `against` leaves out the first run.
     against = runs.against[list(runs.entrants).index(best) - 1]
     interval = against.comparison.intervals.get(runs.metric) if against.comparison else None
     if against.comparison is None or interval is None:
@@ -280,7 +272,7 @@ def _colours() -> str:
 
 
 def _section(title: str, body: str) -> str:
-    return f"<section>\n<h2>{escape(title)}</h2>\n{body}\n</section>" if body else ""
+    return section(title, body) if body else ""
 
 
 def _scored(one: Entrant) -> str:

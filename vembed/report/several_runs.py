@@ -80,20 +80,21 @@ class SeveralRuns:
     @property
     def best(self) -> Entrant | None:
         """The run with the highest deciding metric, of those that were evaluated on the queries of the first."""
-        others = [False, *(one.has_other_data for one in self.against)]
-        same = [one for one, is_other in zip(self.entrants, others, strict=True) if not is_other]
-        scored = [one for one in same if self.metric and self.metric in one.record.after]
+        scored = [one for one in self._same_data if self.metric and self.metric in one.record.after]
         return max(scored, key=lambda one: one.record.after[self.metric], default=None)
 
     def is_alone(self, entrant: Entrant) -> bool:
         """Return whether no other run was evaluated on the same queries, so that there is nothing to be best of."""
-        others = [False, *(one.has_other_data for one in self.against)]
-        same = [one for one, is_other in zip(self.entrants, others, strict=True) if not is_other]
-        return not any(self.metric in one.record.after for one in same if one is not entrant)
+        return not any(self.metric in one.record.after for one in self._same_data if one is not entrant)
 
     def comparable(self, number: int) -> bool:
         """Return whether the scores of a run may be compared with those of the first."""
         return number == 0 or not self.against[number - 1].has_other_data
+
+    @property
+    def _same_data(self) -> list[Entrant]:
+        """Runs whose scores may be compared with those of the first, with itself."""
+        return [one for number, one in enumerate(self.entrants) if self.comparable(number)]
 
     def differing_settings(self) -> dict[str, list[Any]]:
         """Options that differ, with the value of each run."""
@@ -159,8 +160,10 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
 def _names(records: Sequence[RunRecord]) -> list[str]:
     """Return a different short name for each run: run_name or folder, with more of the path where these are equal."""
     names = [str(one.config.get("run_name") or one.folder.resolve().name) for one in records]
+    # run_name may be the same in all runs of one config.
     if len(set(names)) < len(names):
         names = [one.folder.resolve().name for one in records]
+    # At some depth the paths differ: no folder was given twice.
     depth = 2
     while len(set(names)) < len(names):
         names = ["/".join(one.folder.resolve().parts[-depth:]) for one in records]

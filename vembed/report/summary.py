@@ -68,6 +68,7 @@ def read_summary(output_dir: str | Path) -> RunSummary:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
+    # A later version of vembed may have written more.
     known = {one.name for one in fields(RunSummary)}
     return RunSummary(**{key: value for key, value in values.items() if key in known})
 
