@@ -7,11 +7,9 @@ from pathlib import Path
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
 from vembed.families.decisions import describe
+from vembed.publish.publication import CARD, MODEL_FOLDER
 from vembed.report.record import read_run
 from vembed.saving.card import Card, render_card
-
-CARD_FILE = "README.md"
-MODEL_FOLDER = "final"
 
 
 def run_card(model: str) -> Path:
@@ -38,7 +36,7 @@ def run_card(model: str) -> Path:
     )
     description = describe(resolve_run(run / "config.yaml").config)
     is_adapter = any(folder.rglob("adapter_config.json"))
-    target = folder / CARD_FILE
+    target = folder / CARD
     text = render_card(description, card, adapter_alone=is_adapter)
     target.write_text(text, encoding="utf-8", errors="backslashreplace")
     return target

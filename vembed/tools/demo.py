@@ -131,6 +131,7 @@ def demo_yaml(model: Path, folder: Path, size: Size) -> str:
         "# `vembed schema` lists all options, `vembed config FILE` shows what a file comes to.",
     ]
     for name, value, comment in rows:
+        # As the one entry of a list, without its brackets: a bare scalar would be dumped with a line `...` behind it.
         written = yaml.safe_dump([value], default_flow_style=True, width=10_000).strip()[1:-1]
         lines += ["", f"# {comment}", f"{name}: {written}"]
     return "\n".join(lines) + "\n"

@@ -56,6 +56,7 @@ def split_by_module(pairs: list[Pair], num_train: int, num_val: int) -> tuple[li
     validation: list[Pair] = []
     rest: list[Pair] = []
     for package in order:
+        # Whole packages, so that no training function comes from a module that is measured with.
         target = validation if len(validation) < num_val and len(packages[package]) <= num_val // 5 else rest
         target.extend(packages[package])
     if len(rest) < num_train or len(validation) < num_val:
@@ -85,6 +86,7 @@ def _thin(pairs: list[Pair], number: int) -> list[Pair]:
 def _modules(root: Path) -> Iterator[Path]:
     """Yield the path of each module below a folder, from there; installed packages are not looked into."""
     for folder, names, files in os.walk(root):
+        # In place: os.walk goes into what is left.
         names[:] = [one for one in names if one not in SKIPPED_FOLDERS]
         for name in files:
             relative = Path(folder, name).relative_to(root)

@@ -35,6 +35,8 @@ PACKAGES = ("torch", "accelerate", "transformers", "peft", "datasets", "safetens
 OPTIONAL_PACKAGES = ("flash-attn", "bitsandbytes", "torchao")
 SMALL_GPU_GB = 8
 LARGEST_SIMPLE_BATCH = 16
+# Variables of a launcher that has started the doctor would tell the self-test's processes that they are ranks of its
+# run.
 LAUNCHER_VARIABLES = re.compile(r"(ACCELERATE|FSDP|TORCHELASTIC)_|GROUP_|ROLE_")
 
 
@@ -51,6 +53,7 @@ def run_doctor(
     if launch is None and run is not None:
         launch = resolve_launch(run)
     num_tested = nproc or (launch.num_processes if run and run.processes.value != "auto" and launch else 0)
+    # Two on a machine without GPUs: one process shards nothing.
     num_tested = num_tested or num_visible_devices() or 2
     _say("vembed doctor", "=" * 50)
     machine = list(describe_machine())
@@ -121,6 +124,7 @@ def interconnect(num_devices: int) -> str:
     if tool is None:
         return f"unknown between GPUs (no nvidia-smi); {between_machines}"
     table = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, check=False, timeout=20).stdout
+    # Cells of the table between two GPUs: NV4 are four NVLinks; PIX, PXB, PHB, NODE and SYS go over PCIe.
     links = re.findall(r"\bNV\d+\b", table)
     if links:
         return f"NVLink between GPUs ({links[0]}); {between_machines}"
@@ -140,7 +144,7 @@ def _version(package: str) -> str:
 def checklist(run: ResolvedRun, launch: Launch, *, self_test_passed: bool) -> Iterator[tuple[bool, str]]:
     """Yield eight checks for before a long run, each as (passed, finding)."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    ranks = RankInfo(0, launch.world_size, 0, launch.num_processes, launched=True)
+    ranks = launch.first_rank
     num_devices = torch.cuda.device_count()
     sharded = run.strategy.value == "fsdp" and launch.world_size > 1
     if num_devices:

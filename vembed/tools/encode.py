@@ -116,6 +116,8 @@ def run_encode(
         work: _Work = (of_vectors := _Embeddings(embedder, kind, batch_tokens, normalize, precision, ranges))
         if layers is not None:
             work = _Layers(embedder, kind, batch_tokens, layers, pooling)
+            # An input has [layers, width] numbers now; fewer at once, so that a chunk takes as much memory as one of
+            # embeddings.
             lines.chunk = max(CHUNK_LINES // (10 * work.shape[0]), 1)
         dtype = DTYPES[precision]
         began = time.monotonic()
@@ -147,7 +149,7 @@ def _write_all(
     """Write what stands for each input, chunk by chunk, and return the number of inputs. Collective."""
     done = 0
     for chunk in chunks:
-
+        # `before` as default: the value of this round, whenever it is called.
         def report(part: int, _: int, before: int = done) -> None:
             progress(before + part)
 
@@ -260,6 +262,7 @@ class _Layers:
         self.batch_tokens = batch_tokens
         self.layers = layers
         self.pooling = pooling
+        # No input gives an array [0, layers, width].
         self.shape: tuple[int, ...] = self([], lambda *_: None).shape[1:]
 
     def __call__(self, items: list[Item], progress: Progress) -> np.ndarray:

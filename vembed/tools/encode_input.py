@@ -85,6 +85,7 @@ class InputLines:
         self.rows_of = rows_of
         self.columns = columns
         self.chunk = chunk
+        # An error of rank 0 goes to all, so that none waits for lines that never come.
         found = {"total": None, "error": None}
         if session.is_main and source != "-":
             found = _count_lines(Path(source), of_rows=rows_of is not None)
@@ -116,6 +117,7 @@ class InputLines:
 def _decoded(file: Iterator[bytes], count: int) -> list[str]:
     """The next lines without their ends. Bytes that are no UTF-8 become lone surrogates, which the parser refuses with
     the number of the line."""
+    # A byte order mark may stand at the beginning of any line where files were joined.
     lines = itertools.islice(file, count)
     return [line.removeprefix(BOM).decode("utf-8", "surrogateescape").rstrip("\r\n") for line in lines]
 
@@ -125,12 +127,14 @@ def _count_lines(path: Path, *, of_rows: bool) -> dict[str, Any]:
         if path.is_dir():
             return {"total": len(images_in(path)), "error": None}
         if of_rows:
+            # A file that is missing is said as for lines, not in Arrow's words.
             path.open("rb").close()
             return {"total": num_rows(path), "error": None}
         with path.open("rb") as file:
             total, last = 0, b"\n"
             while block := file.read(2**20):
                 total, last = total + block.count(b"\n"), block[-1:]
+            # The last line may have no end.
             return {"total": total + (last != b"\n"), "error": None}
     except OSError as error:
         return {"total": None, "error": f"{path} cannot be read: {error.strerror}"}

@@ -23,6 +23,7 @@ def run_export(model: str, output: str, *, merge: bool = False) -> Path:
     from vembed.families.model_files import read_model
     from vembed.weights.checkpoints import is_checkpoint, whole_model
 
+    # A checkpoint holds shards and optimizer state, which no other program reads: nothing to copy.
     if is_checkpoint(Path(model).expanduser()):
         made = whole_model(model, target)
         assert made is not None

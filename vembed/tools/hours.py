@@ -15,6 +15,7 @@ import torch
 from vembed.config.entries import DataSource
 from vembed.config.rhythm import passes
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import data_sources
 from vembed.data.columns import Columns
 from vembed.distributed.estimate import ModelSize
 from vembed.distributed.hardware import Gpu
@@ -71,6 +72,7 @@ def speed_of(placement: Placement, gpu: Gpu | None) -> Speed:
 def _fastest_product(side: int, dtype: torch.dtype, device: torch.device) -> float:
     """Return the seconds of the fastest of three products, timed once: all stages of a plan are reckoned alike."""
     factor = torch.ones(side, side, dtype=dtype, device=device)
+    # The first one warms up caches and the GPU's clock.
     return min(_product_seconds(factor) for _ in range(3))
 
 
@@ -97,6 +99,7 @@ def training_time(placement: Placement, size: ModelSize, speed: Speed) -> tuple[
     steps = num_steps(config, data.num_examples, per_step)
     tokens = steps * per_step * data.tokens
     operations = operations_per_token(placement, size, data)
+    # Every process has this peak.
     seconds = tokens * operations / (peak * 1e12 * USED_SHARE[in_half] * world)
     work = f"{steps:,d} steps x {per_step:,d} examples x {data.tokens:,.0f} tokens"
     work += f", {operations / 1e9:,.3g} GFLOP per token"
@@ -135,18 +138,20 @@ def operations_per_token(placement: Placement, size: ModelSize, data: DataSize) 
     """Return the floating-point operations of one token in a step, forward and backward."""
     config = placement.run.config
     forward = _forward_operations(size, data.length)
-    # Backward: products for the inputs' gradients, and those for the trained weights' gradients.
-    passes = 2.0 + size.trained / max(size.total, 1)
-    passes += 1.0 if placement.recomputation.value else 0.0
+    # Counted in forward passes: one, and in the backward pass the products for the inputs' gradients and those for the
+    # trained weights' gradients, each as many as a forward pass has.
+    count = 2.0 + size.trained / max(size.total, 1)
+    count += 1.0 if placement.recomputation.value else 0.0
     _, kept = placement.tokens(placement.demand(size), size.max_length)
     tokens, cache = placement.rows * data.tokens, config.use_gradient_cache
     repeats = tokens > kept if cache == "auto" else cache
-    return forward * (passes + (1.0 if repeats else 0.0))
+    return forward * (count + (1.0 if repeats else 0.0))  # Gradient Cache runs the forward pass twice
 
 
 def _forward_operations(size: ModelSize, length: float) -> float:
     """Return the floating-point operations of one token of a text of `length` tokens."""
     inside_layers = size.layer_parameters * size.num_layers or size.total
+    # A multiplication and an addition for each weight; attention has two products of `length` x `hidden` per token.
     return 2.0 * inside_layers + 4.0 * size.num_layers * size.hidden * length
 
 
@@ -157,8 +162,7 @@ def data_size(config: TrainConfig) -> DataSize | None:
         return None
     tokenizer: Any = load_tokenizer(description)
     num_examples, tokens, num_texts, num_looked = 0, 0.0, 0, 0
-    sources = config.data_path if isinstance(config.data_path, list) else [config.data_path]
-    for source in sources:
+    for source in data_sources(config):
         path = source.path if isinstance(source, DataSource) else source
         own = source.column_mapping if isinstance(source, DataSource) else None
         mapping = own or config.column_mapping
@@ -172,6 +176,7 @@ def data_size(config: TrainConfig) -> DataSize | None:
                 return None
             texts += [one for one in found if one is not None]
         ids = tokenizer(texts, truncation=True, max_length=description.max_length)["input_ids"] if texts else []
+        # The sample stands for the whole file.
         share = sample.num_records / len(sample.records)
         num_examples += sample.num_records
         tokens += share * sum(map(len, ids))

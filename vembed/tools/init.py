@@ -73,6 +73,7 @@ def run_init(
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror}") from None
+    # Read as `vembed train` will read it: what is written here is never refused there.
     load_config(path)
     return path
 
@@ -236,6 +237,7 @@ def look_at(sample: FileSample, data: str, given: Mapping[str, str]) -> Looked:
     has = {"query": layout.query or layout.query_image, "positive": layout.positive or layout.positive_image}
     missing = [role for role, name in has.items() if name is None]
     found = guess(sample.records, missing, layout.columns())
+    # Asked only where each missing part has a column to choose from.
     mapping = confirm(found, missing) if missing and len(found.candidates) >= len(missing) and is_terminal() else None
     guesses = found.reasons if mapping is None else {}
     mapping = {**given, **(found.mapping if mapping is None else mapping)}

@@ -10,7 +10,6 @@ import yaml
 from vembed.config.loading import one_line_yaml, resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.distributed.devices import bf16_instructions
-from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, measure
 from vembed.distributed.placement import memory_of_a_process, place
 from vembed.tools.plan import FITS
@@ -39,6 +38,7 @@ def memory_lines(text: str) -> list[str]:
         if any(name in given for name in change):
             continue
         changed = resolve_run({**given, **change})
+        # On one process there is nothing to shard.
         if "use_fsdp" in change and resolve_launch(changed).world_size == 1:
             continue
         lesser, _ = _memory(changed)
@@ -57,7 +57,7 @@ def _memory(run: ResolvedRun) -> tuple[float, float]:
     """Return the bytes that a process needs and has."""
     launch = resolve_launch(run)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    ranks = RankInfo(0, launch.world_size, 0, launch.num_processes, launched=True)
+    ranks = launch.first_rank
     available = memory_of_a_process(ranks, device)
     placement = place(run, ranks, device, available, instructions=bf16_instructions())
     return placement.predict(placement.size or measure(run.config)).total, float(available)

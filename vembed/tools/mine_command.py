@@ -116,6 +116,7 @@ def options_help(verb: str, about: str, kind: type[Frozen]) -> str:
 def start_others(verb: str, words: Words, give: Give) -> int | None:
     """Start the verb on several processes and return its exit code; None where this is one of them, or the only one.
     `give` gets the result of the first one."""
+    # LOCAL_RANK: started by `run_ranks` below, with the same words.
     if os.environ.get("LOCAL_RANK") or (words.num_processes == 1 and words.num_machines == 1):
         return None
     if words.num_machines > 1 and words.main_process_ip is None:
@@ -135,6 +136,7 @@ def start_others(verb: str, words: Words, give: Give) -> int | None:
     command = [sys.executable, "-m", "vembed", verb, *words.again()]
     if give is ignore:
         return run_ranks(command, environments)
+    # By a file: what the ranks print is for the user.
     with tempfile.TemporaryDirectory(prefix="vembed-json-") as folder:
         result = Path(folder) / "result.json"
         code = run_ranks([*command, "--json", str(result)], environments)

@@ -23,6 +23,7 @@ def usable_model(name: str) -> Iterator[str]:
     if not is_checkpoint(path):
         yield name
         return
+    # Each rank would make a model of its own, in a folder that the others do not know.
     if os.environ.get("LOCAL_RANK") is not None:
         raise UserError(
             f"{name} is a checkpoint: with --nproc, first make a model of it that all processes read "

@@ -120,6 +120,7 @@ class Trial:
         padded = self._inputs("text", 2, 9)
         padded["input_ids"][0, :4] = alone["input_ids"][0]
         padded["attention_mask"][0, 4:] = 0
+        # Token 0, not a padding token: a model that masks must not care which it is.
         padded["input_ids"][0, 4:] = 0
         wanted, found = self._run(self.model, alone), self._run(self.model, padded)
         assert wanted.last_hidden_state is not None and found.last_hidden_state is not None
@@ -194,6 +195,7 @@ class Trial:
     def builds_empty(self) -> str | None:
         """Build with empty parameters and full buffers."""
         try:
+            # As ranks above 0 build a model under FSDP: parameters on the meta device, buffers with values.
             with init_empty_weights(include_buffers=False):
                 model = self.kind(self.config)
         except (RuntimeError, NotImplementedError) as error:

@@ -65,10 +65,11 @@ def predict(
     launch = resolve_launch(run, arguments, env, num_gpus=None if hardware is None else hardware.count)
     has_gpu = hardware is not None or torch.cuda.is_available()
     device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
-    rank_info = RankInfo(0, launch.world_size, 0, launch.num_processes, launched=True)
+    rank_info = launch.first_rank
     gpu = None if hardware is None else hardware.gpu
     available = memory_of_a_process(rank_info, device) if gpu is None else gpu.memory
     placement = place(run, rank_info, device, available, gpu=gpu, instructions=bf16_instructions())
+    # The placement has measured the model only where the strategy depends on its size.
     size = placement.size or measure(run.config)
     seconds, hours_line = training_time(placement, size, speed_of(placement, gpu))
     return Prediction(placement, size, placement.predict(size), gpu, seconds, hours_line)
@@ -128,6 +129,7 @@ def ways_out(placement: Placement, size: ModelSize) -> list[str]:
     limit = FITS * placement.memory
     if config.use_gradient_cache is False and placement.predict(size, uses_cache=True).total <= limit:
         return ["fits with use_gradient_cache: auto (the gradient is the same, for one more forward pass)"]
+    # Smaller micro-batches cost less time than recomputation, so all of them are tried first.
     for recomputes in (asked, True):
         for budget in BUDGETS:
             if placement.predict(size, tokens=budget, recomputes=recomputes, uses_cache=True).total <= limit:

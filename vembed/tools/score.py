@@ -82,7 +82,7 @@ class _Written:
 
 @contextmanager
 def _opened(output: str | None) -> Iterator[_Written]:
-    """None: another process writes."""
+    """Yield what takes the similarities, for a file or standard output (`-`); None: another process writes."""
     if output == "-":
         yield _Written(sys.stdout, as_json=False)
         sys.stdout.flush()
@@ -90,6 +90,7 @@ def _opened(output: str | None) -> Iterator[_Written]:
         written = _Written(None, as_json=False)
         yield written
         if output is not None:
+            # The empty array, because concatenate takes no empty list.
             np.save(output, np.concatenate([np.empty(0, np.float32), *written.arrays]))
     else:
         with Path(output).open("w", encoding="utf-8") as file:

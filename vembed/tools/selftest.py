@@ -59,6 +59,7 @@ def _run(session: Session, path: Path) -> None:
         whole = small_model().to(session.device)
         model = session.prepare(small_model(), (LAYER,))
         held = parameters.local_bytes(model)["parameters"] / parameters.local_bytes(whole)["parameters"]
+        # A tenth more: shards are padded to equal sizes.
         if held > 1.1 / world_size:
             raise RuntimeError(f"this process holds {held:.0%} of the model, which should be 1/{world_size}")
         found.append(f"* Model loaded successfully with FSDP ({held:.0%} of it on each process)")
@@ -68,6 +69,7 @@ def _run(session: Session, path: Path) -> None:
         _compare(output.detach(), whole(_inputs(rank, session.device))[0].detach(), "embeddings")
         found.append("* forward: embeddings equal those of the whole model")
     with check("backward", rank) as found:
+        # Times world_size: FSDP and all_reduce_gradients average over ranks, and the whole model sums over all inputs.
         (output.square().sum() * world_size).backward()
         if session.strategy != "fsdp":
             collectives.all_reduce_gradients(model.parameters())
@@ -80,6 +82,8 @@ def _run(session: Session, path: Path) -> None:
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
             cached = model(_inputs(rank, session.device))[0]
+        # The gradient of the sum of squares at the cached embeddings, as Gradient Cache gives it to the second forward
+        # pass.
         model(_inputs(rank, session.device))[0].backward(2 * world_size * cached)
         if session.strategy != "fsdp":
             collectives.all_reduce_gradients(model.parameters())

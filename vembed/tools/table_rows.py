@@ -44,6 +44,7 @@ def table_rows(path: Path, wanted: Collection[str]) -> Iterator[bytes]:
                 for row in batch.to_pylist():
                     yield json.dumps(row, default=str).encode()
         return
+    # The csv module's own limit is 131,072 characters, for all readers of the process.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
     expected = DELIMITED[path.suffix.lower()]
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as text:

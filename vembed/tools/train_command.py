@@ -44,6 +44,11 @@ class Launch:
         """Number of processes on all machines."""
         return self.num_processes * self.num_machines
 
+    @property
+    def first_rank(self) -> RankInfo:
+        """Rank 0 of these processes, for what is predicted without starting them."""
+        return RankInfo(0, self.world_size, 0, self.num_processes, launched=True)
+
 
 def run_train(
     arguments: TrainArguments,
@@ -69,6 +74,7 @@ def run_train(
         launch = resolve_launch(resolved, arguments, env, starts_processes=starts_processes)
         if launch.world_size == 1:
             read_rank_info(env)  # refuses some of torch's variables without the others, as the run itself would
+    # Resuming compares the global batch with the checkpoint's, and keeps that one.
     if not config.resume:
         batch_size_per_process(config, launch.world_size)
     if arguments.is_dry_run:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from vembed.errors import UserError
 
 HEADER_BYTES = 128
+"""The format wants a multiple of 64; these have room for any number of rows."""
 
 
 def check_target(output: str) -> Path:
@@ -96,6 +97,8 @@ class _NpyWriter:
     def _header(self) -> None:
         shape = (self.num_rows, *self.shape)
         text = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
+        # Version 1.0: 6 bytes of magic, 2 of version, 2 of length, then a Python literal, padded with blanks, and a
+        # newline.
         magic = b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little")
         self.file.write(magic + text.ljust(HEADER_BYTES - 11).encode() + b"\n")
 
@@ -114,6 +117,8 @@ class _ParquetWriter:
     def write(self, embeddings_ND: np.ndarray, ids: list[str | None], kept: Mapping[str, list[Any]]) -> None:
         """Append rows."""
         if self.writer is None:
+            # The first chunk decides on the columns: a Parquet file has one schema, which is written before the first
+            # row group.
             self.has_ids = ids[0] is not None and "id" not in self.keep
             self._open({name: _type_of(values) for name, values in kept.items()})
         assert self.writer is not None
