@@ -38,10 +38,12 @@ def test_no_query_and_no_near_duplicate_is_on_both_sides(tmp_path: Path, rows: l
     train, held = hold_out(store, 0.2, seed=1)
     assert len(train) + len(held) == 200 and 40 <= len(held) <= 44
     kept = [train[index] for index in range(len(train))]
-    assert not {normal_text(one.query.text or "") for one in kept} & {normal_text(one.query.text or "") for one in held}
+    assert not {normal_text(one.query.text or "") for one in kept} & {
+        normal_text(one.query.text or "") for _, one in held
+    }
     assert len(set(query_groups(store).tolist())) == 100, "each query and its near-duplicate are one group"
-    assert [one.where for one in hold_out(store, 0.2, seed=1)[1]] == [one.where for one in held]
-    assert [one.where for one in hold_out(store, 0.2, seed=2)[1]] != [one.where for one in held]
+    assert [one.where for _, one in hold_out(store, 0.2, seed=1)[1]] == [one.where for _, one in held]
+    assert [one.where for _, one in hold_out(store, 0.2, seed=2)[1]] != [one.where for _, one in held]
     assert train.fingerprint != store.fingerprint
     assert len(train.all_keys().starts) == len(train) + 1
     assert train.keys(0) == [item.key() for item in (train[0].query, train[0].positives[0])]
@@ -49,8 +51,8 @@ def test_no_query_and_no_near_duplicate_is_on_both_sides(tmp_path: Path, rows: l
 
 def test_records_that_are_added_leave_the_others_on_their_side(tmp_path: Path, rows: list[dict[str, object]]) -> None:
     some, more = store_of(tmp_path, rows[:180]), store_of(tmp_path, rows, "b.jsonl")
-    before = {one.query.text for one in hold_out(some, 0.2, seed=1)[1]}
-    after = {one.query.text for one in hold_out(more, 0.2, seed=1)[1]}
+    before = {one.query.text for _, one in hold_out(some, 0.2, seed=1)[1]}
+    after = {one.query.text for _, one in hold_out(more, 0.2, seed=1)[1]}
     assert len(before - after) <= 4
 
 

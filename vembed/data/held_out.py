@@ -24,13 +24,7 @@ MOST_COMPARED = 500_000
 _MIX = np.random.default_rng(0).integers(1, 2**31 - 1, size=(2, NUM_HASHES), dtype=np.int64)
 
 
-def hold_out(store: ExampleStore, share: float, seed: int) -> tuple[ExampleStore, list[Example]]:
-    """Return the training part of the store and the examples held out."""
-    train, held = hold_out_by_source(store, share, seed)
-    return train, [example for _, example in held]
-
-
-def hold_out_by_source(store: ExampleStore, share: float, seed: int) -> tuple[ExampleStore, list[tuple[int, Example]]]:
+def hold_out(store: ExampleStore, share: float, seed: int) -> tuple[ExampleStore, list[tuple[int, Example]]]:
     """Return the training part of the store and the examples held out, each with the number of its source."""
     if any(labels is not None for labels in store.labels):
         raise UserError("val_split cannot hold out texts or images with a label; give val_data_path")

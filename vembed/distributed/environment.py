@@ -53,9 +53,10 @@ def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
     return RankInfo(rank, world_size, local_rank, local_world_size, launched=True)
 
 
-def launched_rank(env: Mapping[str, str] = os.environ) -> int:
+def launched_rank() -> int:
     """Return the rank that a launcher has set, or 0. For what a process writes before it has met the others."""
-    return int(env["RANK"]) if env.get("RANK", "").isdecimal() else 0
+    found = os.environ.get("RANK", "")
+    return int(found) if found.isdecimal() else 0
 
 
 def check_num_threads(env: Mapping[str, str] = os.environ) -> None:

@@ -265,7 +265,7 @@ def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
 # ---- the whole model -------------------------------------------------------------------------------------------------
 
 
-def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return all weights and persistent buffers on the CPU of rank 0, by their plain names. Collective.
 
     The other ranks get an empty dictionary. At most one parameter (FSDP1: the model) is gathered on a GPU at a time.
@@ -274,11 +274,10 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     state: dict[str, Tensor] = {}
     with _gathered_by_fsdp1(model):
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad or not trainable_only:
-                whole = _whole(parameter)  # a collective: all ranks call it, in the same order
-                if keeps:
-                    state[plain_name(name)] = whole.detach().to("cpu", copy=True)
-        for prefix, module in model.named_modules() if keeps and not trainable_only else ():
+            whole = _whole(parameter)  # a collective: all ranks call it, in the same order
+            if keeps:
+                state[plain_name(name)] = whole.detach().to("cpu", copy=True)
+        for prefix, module in model.named_modules() if keeps else ():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
                     state[plain_name(f"{prefix}.{name}")] = buffer.detach().to("cpu", copy=True)

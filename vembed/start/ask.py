@@ -29,5 +29,6 @@ def confirm(guess: Guess, missing: Sequence[str], read: Callable[[str], str] = i
         while not (answer.isdecimal() and 1 <= int(answer) <= len(columns)):
             answer = read(f"A number from 1 to {len(columns)}: ").strip() or default
         chosen = columns[int(answer) - 1]
+        # A column of paths holds images.
         mapping[chosen.name] = f"{role}_image" if chosen.paths > 0.5 else role
     return mapping

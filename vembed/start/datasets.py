@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import data_entries, task_names
 from vembed.data.examples import Example, Item, ReadAs
-from vembed.data.held_out import hold_out_by_source, named
+from vembed.data.held_out import hold_out, named
 from vembed.data.overlap import find_overlap, warnings_of
 from vembed.data.sources import ExampleStore, open_examples
 from vembed.errors import UserError
@@ -39,7 +39,7 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     by_task = given_by_task(config, store)
     if config.val_split is not None:
         names = store.names
-        store, held = hold_out_by_source(store, config.val_split, config.seed)
+        store, held = hold_out(store, config.val_split, config.seed)
         evaluation = from_examples([example for _, example in held], named(names, config.val_split))
         by_task = {**held_by_task(config, store, held), **by_task}
         log.info("val_split: %s examples to train on, %s held out", f"{len(store):,d}", f"{len(held):,d}")
@@ -50,6 +50,7 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     log.info(evaluation.summary())
     for name, data in by_task.items():
         log.info("task %s: %s", name, data.summary())
+    # On one rank: all would find the same, and it reads all data.
     found = warnings_of(find_overlap(store, eval_pairs(evaluation))) if compares else []
     for line in found:
         log.warning(line)

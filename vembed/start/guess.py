@@ -93,6 +93,7 @@ def guess(records: Sequence[Record], missing: Sequence[str], taken: Sequence[str
             break
         scored = [(_score(one, role, longest), -place, role, one)
                   for place, one in enumerate(open_columns) for role in left]  # fmt: skip
+        # Of equal scores the earlier column.
         _, _, role, best = max(scored, key=lambda entry: entry[:2])
         mapping[best.name] = f"{role}_image" if best.paths > 0.5 else role
         reasons[best.name] = _reason(best, role, len(open_columns))
@@ -112,6 +113,7 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
     letters = mean(sum(character.isalpha() for character in text) / len(text) for text in texts)
     spaced = mean(any(character.isspace() for character in text.strip()) for text in texts)
     length = mean(map(len, texts))
+    # From the CJK radicals on. Such texts have no blanks, so the next two lines cannot take them for ids or codes.
     wide = mean(any(ord(character) > 0x2E7F for character in text) for text in texts)  # scripts without spaces
     is_id = _words(name) & ID_WORDS and spaced < 0.5 and not wide
     is_code = spaced < 0.1 and unique > 0.9 and letters < 0.8 and not wide and length < 64
@@ -121,6 +123,7 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
 
 def _score(one: ColumnFacts, role: str, longest: float) -> float:
     own, other = (QUERY_WORDS, POSITIVE_WORDS) if role == "query" else (POSITIVE_WORDS, QUERY_WORDS)
+    # A name counts most, then whether values are questions, then their length: queries are the shorter of the two.
     score = 2.0 * _named(one.name, own) - 1.0 * _named(one.name, other)
     share = one.mean_length / longest
     score += one.questions - share if role == "query" else share - one.questions
@@ -153,6 +156,7 @@ def _named(name: str, words: Sequence[str]) -> float:
 
 
 def _words(name: str) -> set[str]:
+    # customerQuestion -> customer question; accents are taken off, as in the lists of words.
     split = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
     plain = "".join(one for one in unicodedata.normalize("NFKD", split.casefold()) if not unicodedata.combining(one))
     return set(re.findall(r"[^\W_]+", plain))

@@ -5,117 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-ENGLISH = frozenset(
-    [
-        "the",
-        "of",
-        "and",
-        "to",
-        "in",
-        "is",
-        "that",
-        "for",
-        "it",
-        "with",
-        "are",
-        "on",
-        "how",
-        "what",
-        "you",
-        "your",
-        "can",
-        "this",
-        "do",
-        "my",
-        "be",
-        "from",
-        "or",
-        "an",
-        "as",
-        "not",
-        "have",
-    ]
-)
-OTHERS = frozenset(
-    [
-        "der",
-        "das",
-        "und",
-        "ist",
-        "nicht",
-        "wie",
-        "mit",
-        "den",
-        "dem",
-        "ein",
-        "eine",
-        "ich",
-        "sie",
-        "auf",
-        "von",
-        "zu",
-        "im",
-        "wird",
-        "kann",
-        "mein",
-        "le",
-        "la",
-        "les",
-        "des",
-        "est",
-        "et",
-        "une",
-        "un",
-        "dans",
-        "pour",
-        "je",
-        "que",
-        "qui",
-        "sur",
-        "pas",
-        "avec",
-        "el",
-        "los",
-        "las",
-        "una",
-        "por",
-        "para",
-        "como",
-        "con",
-        "del",
-        "se",
-        "mi",
-        "il",
-        "che",
-        "non",
-        "per",
-        "sono",
-        "di",
-        "da",
-        "della",
-        "nao",
-        "um",
-        "uma",
-        "os",
-        "ao",
-        "em",
-        "meu",
-        "het",
-        "een",
-        "van",
-        "ik",
-        "niet",
-        "mijn",
-        "voor",
-        "jak",
-        "nie",
-        "jest",
-        "sie",
-        "ve",
-        "bir",
-        "icin",
-    ]
-)
+ENGLISH = frozenset({
+    "the", "of", "and", "to", "in", "is", "that", "for", "it", "with", "are", "on", "how", "what", "you", "your",
+    "can", "this", "do", "my", "be", "from", "or", "an", "as", "not", "have",
+})  # fmt: skip
+OTHERS = frozenset({
+    "der", "das", "und", "ist", "nicht", "wie", "mit", "den", "dem", "ein", "eine", "ich", "sie", "auf", "von",
+    "zu", "im", "wird", "kann", "mein", "le", "la", "les", "des", "est", "et", "une", "un", "dans", "pour", "je",
+    "que", "qui", "sur", "pas", "avec", "el", "los", "las", "una", "por", "para", "como", "con", "del", "se", "mi",
+    "il", "che", "non", "per", "sono", "di", "da", "della", "nao", "um", "uma", "os", "ao", "em", "meu", "het",
+    "een", "van", "ik", "niet", "mijn", "voor", "jak", "nie", "jest", "ve", "bir", "icin",
+})  # fmt: skip
 """Frequent words of German, French, Spanish, Italian, Portuguese, Dutch, Polish and Turkish, without accents."""
 LEAST_WORDS = 0.02
 """Share of the words that must be frequent ones of another language."""
@@ -127,6 +27,7 @@ MOST_READ = 500
 def is_english(texts: Sequence[str]) -> bool:
     """Return whether texts may be English. Texts that show no language are taken for English."""
     whole = " ".join(texts[:MOST_READ]).casefold()
+    # Accents and other scripts first: they decide without any list of words.
     letters = [one for one in whole if one.isalpha()]
     if sum(not one.isascii() for one in letters) > LEAST_LETTERS * max(len(letters), 1):
         return False

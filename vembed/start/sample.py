@@ -53,8 +53,9 @@ def _json(path: Path) -> FileSample:
     with path.open(encoding="utf-8-sig") as file:
         if file.read(1) == "[":
             records = _json_list(file.read(MAX_LINE))
-            return FileSample(records, *_counted(path, records, b"{"))
+            return FileSample(records, *_counted(path, records, by_lines=False))
         file.seek(0)
+        # readline with a limit: a file without line ends must not be read whole.
         lines = [line for line in islice(iter(lambda: file.readline(MAX_LINE), ""), NUM_RECORDS) if line.strip()]
     records = []
     for number, line in enumerate(lines, 1):
@@ -69,7 +70,7 @@ def _json(path: Path) -> FileSample:
         records.append(record)
     if not records:
         raise UserError(f"{path}: is empty")
-    return FileSample(records, *_counted(path, records, b"\n"))
+    return FileSample(records, *_counted(path, records, by_lines=True))
 
 
 def _json_list(text: str) -> list[Record]:
@@ -96,6 +97,7 @@ def _delimited(path: Path) -> FileSample:
         num_records = len(rows) + (sum(1 for _ in reader) if is_short else 0)
     if not rows:
         raise UserError(f"{path}: has no rows below its header")
+    # DictReader puts surplus cells under None.
     records = [{str(name): value for name, value in row.items() if name is not None} for row in rows]
     if is_short:
         return FileSample(records, num_records)
@@ -116,13 +118,13 @@ def _parquet(path: Path) -> FileSample:
     return FileSample(batch.to_pylist(), file.metadata.num_rows)
 
 
-def _counted(path: Path, records: list[Record], mark: bytes) -> tuple[int, bool]:
-    """Return the number of records, and whether it is estimated."""
+def _counted(path: Path, records: list[Record], *, by_lines: bool) -> tuple[int, bool]:
+    """Return the number of records, and whether it is estimated. `by_lines`: each record is a line."""
     if len(records) < NUM_RECORDS:
         return len(records), False
-    if path.stat().st_size > COUNTED_BYTES or mark != b"\n":
+    if path.stat().st_size > COUNTED_BYTES or not by_lines:
         return _estimated(path, records), True
-    return sum(block.count(mark) for block in _blocks(path)), False
+    return sum(block.count(b"\n") for block in _blocks(path)), False
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
@@ -132,5 +134,6 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _estimated(path: Path, records: list[Record]) -> int:
+    # The size of the same records as JSON, which for CSV is somewhat too large: an estimate from below.
     size = sum(len(json.dumps(record, ensure_ascii=False, default=str).encode()) for record in records)
     return max(len(records), round(path.stat().st_size * len(records) / max(size, 1)))

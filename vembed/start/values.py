@@ -82,15 +82,14 @@ def model_facts(name: str) -> ModelFacts | None:
     )
 
 
-def measure(texts: Sequence[str], facts: ModelFacts | None, prompts: Sequence[str] = ()) -> Lengths | None:
+def measure(texts: Sequence[str], facts: ModelFacts | None) -> Lengths | None:
     """Return the lengths of texts; None without texts."""
     if not texts:
         return None
-    prompt = max((len(one) for one in prompts), default=0)
     if facts is not None and facts.tokens is not None:
         lengths = sorted(facts.tokens(texts))
     else:
-        lengths = sorted(math.ceil((len(text) + prompt) / CHARACTERS_PER_TOKEN) + 2 for text in texts)
+        lengths = sorted(math.ceil(len(text) / CHARACTERS_PER_TOKEN) + 2 for text in texts)  # and two special tokens
     full = lengths[min(math.ceil(FULL_SHARE * len(lengths)), len(lengths)) - 1]
     return Lengths(sum(lengths) / len(lengths), full, lengths[-1], facts is not None and facts.tokens is not None)
 
@@ -108,6 +107,7 @@ def fitting_batch(num_records: int, usual: int) -> int:
     if not num_records:
         return usual
     fits = max(num_records // STEPS_PER_EPOCH, 1)
+    # Not above the number of records, since an incomplete batch is left out.
     return min(usual, max(1 << int(math.log2(fits)), 8), num_records)
 
 
@@ -128,6 +128,7 @@ def steps_between(total_steps: int) -> int | None:
     if total_steps < 50:
         return None
     step = total_steps / 10
+    # One digit: 73 -> 70.
     unit: int = 10 ** int(math.log10(step))
     return max(round(step / unit) * unit, 10)
 
@@ -141,6 +142,7 @@ def _learned_temperature(folder: Path) -> float | None:
             with safe_open(path, framework="numpy") as file:
                 for name in file.keys():  # noqa: SIM118 - no mapping
                     if name.rpartition(".")[2] == "logit_scale":
+                        # CLIP stores the log of the scale, which is 1 / temperature.
                         return float(f"{math.exp(-float(file.get_tensor(name).reshape(-1)[0])):.3g}")
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error

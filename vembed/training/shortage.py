@@ -28,10 +28,10 @@ class OutOfMemory(Exception):  # noqa: N818 - the name of the event
 class MemoryGuard:
     """Detection of out-of-memory errors of any rank, at points that every rank reaches."""
 
-    def __init__(self, session: Session, *, active: bool | None = None) -> None:
-        """`active`: by default on GPUs. Host memory does not fail with an exception."""
+    def __init__(self, session: Session) -> None:
         self.session = session
-        self.active = session.device.type == "cuda" if active is None else active
+        # Host memory does not fail with an exception: the kernel ends the process.
+        self.active = session.device.type == "cuda"
 
     def agree(self, failed: bool, budget: Budget) -> None:
         """Raise OutOfMemory on every rank if it happened on any. Collective."""
