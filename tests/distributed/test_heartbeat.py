@@ -89,7 +89,7 @@ def in_a_run(folder: str, stops: int, loops: int) -> list[str]:
     session.Limit = lambda _: Limit(1.0)  # the short limit is for collectives; a busy machine may start ranks slowly
     lines = listen()
     try:
-        with session.start_session(config_of(folder, dist_timeout_minutes=5 / 60)) as one:
+        with session.start_session(config_of(folder, dist_timeout_minutes=3.5 / 60)) as one:
             one.heartbeats.step = 7
             while rank and one.heartbeats._answered is None:  # a rank that rank 0 has not heard of is not named
                 time.sleep(0.01)

@@ -50,7 +50,7 @@ def test_each_option_equals_the_reference(options: dict[str, object], num_conten
         check(make_batch(9, max_positives=max_positives, num_contents=num_contents), config_of(loss=loss, **options))
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     options=st.fixed_dictionaries(
         {
@@ -109,7 +109,9 @@ def test_tiles_of_any_size_give_the_same(tiling: Tiling, options: dict[str, obje
     loss = build_loss(config)
     assert isinstance(loss, InfoNCE | SigmoidLoss)
     loss.tiling = tiling
-    check(make_batch(17, max_positives=2, num_contents=60), config, loss)
+    # Thousands of tiles of one score tell no more than some hundred.
+    num_examples = 7 if tiling == Tiling(1, 1) else 17
+    check(make_batch(num_examples, max_positives=2, num_contents=60), config, loss)
 
 
 @pytest.mark.parametrize("loss", ["infonce", "sigmoid"])

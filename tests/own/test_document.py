@@ -274,7 +274,7 @@ def test_the_documents_command_trains(tmp_path: Path) -> None:
     """`torchrun ... examples/train_free.py --config configs/free_transformer.yaml --use-fsdp`, all stages."""
     words = [
         "--nproc_per_node=2", "examples/train_free.py", "--config", "configs/free_transformer.yaml", "--use-fsdp",
-        "--output", str(tmp_path), "--pairs", "200", "max_steps=3",
+        "--output", str(tmp_path), "--pairs", "200", "max_steps=3", "max_length=16", "global_batch_size=8",
     ]  # fmt: skip
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = command(*words, module="torch.distributed.run", folder=ROOT, env=env)
