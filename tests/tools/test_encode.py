@@ -160,11 +160,15 @@ def test_an_empty_file_gives_no_rows(tmp_path, suffix):
         ("a.txt", b"one\n\xff\xfe\n", r"a\.txt:2 is not UTF-8"),
         ("a.jsonl", b'{"text": "one"}\n{broken\n', r"a\.jsonl:2 is not JSON"),
         ("a.jsonl", b'{"txt": "one"}\n', r"a\.jsonl:1: none of the fields text, .*it has txt.*--column"),
-        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl:1: text is no text"),
+        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl:1: text is a number \(3\), not a text"),
         ("a.jsonl", b'{"text": " "}\n', r"a\.jsonl:1: text is empty"),
         ("a.jsonl", b'{"image": 3}\n', r"a\.jsonl:1: the record has a text or image that is no string"),
         ("a.jsonl", b'{"image": "../x.png"}\n', r"a\.jsonl:1: .*leads out of"),
-        ("a.jsonl", b"3\n", r"a\.jsonl:1: the record is no text"),
+        ("a.jsonl", b"3\n", r"a\.jsonl:1: the record is a number \(3\), not a text"),
+        ("a.json", b'[{"text": "one"}]\n', r"a\.json:1 begins a JSON array, .*lines=True"),
+        ("a.jsonl.gz", b"\x1f\x8b", r"a\.jsonl\.gz has the ending \.gz, .*: unpack it"),
+        ("a.feather", b"ARROW1", r"a\.feather has the ending \.feather, .*: write it as Parquet or CSV"),
+        ("a.csv", "text\none\n".encode("utf-16"), r"a\.csv is UTF-16 text: save it as UTF-8"),
     ],
 )
 def test_a_bad_line_is_named_and_nothing_is_left_behind(tmp_path, name, content, message):
@@ -178,6 +182,12 @@ def test_a_missing_column_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     with pytest.raises(UserError, match=r"a\.jsonl:1: no field body \(it has text\)"):
         run_encode(str(shared(tiny_bert_st)), str(tmp_path / "a.jsonl"), str(tmp_path / "out.npy"), column="body")
+
+
+def test_an_empty_cell_is_named(tmp_path):
+    (tmp_path / "a.csv").write_text("Nr,Frage\n1,one\n2,\n")
+    with pytest.raises(UserError, match=r"a\.csv, row 2: Frage is empty, and every row has to give one embedding"):
+        run_encode(str(shared(tiny_bert_st)), str(tmp_path / "a.csv"), str(tmp_path / "out.npy"), column="Frage")
 
 
 def test_what_cannot_be_read_or_written_is_said_before_the_model_is_loaded(texts, tmp_path):

@@ -164,3 +164,16 @@ def _assert_as_one_writes(folder, val, out, strategy, ends):
     else:
         assert sum(held) == total
         assert max(held) < 1.3 * total / len(ends)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_pairs_of_sentences_with_given_scores_are_scored(tmp_path, kind):
+    path, output = tmp_path / f"sts.{kind}", tmp_path / "scores.npy"
+    rows = [{"sentence1": one, "sentence2": "bird", "score": number / 7} for number, one in enumerate(TEXTS)]
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        path.write_text("".join(f"{','.join(map(str, row))}\n" for row in [rows[0], *(one.values() for one in rows)]))
+    assert run_score(str(shared(tiny_bert)), str(path), str(output)) == len(TEXTS)
+    expected = Embedder(shared(tiny_bert), device="cpu").score([(one, "bird") for one in TEXTS])
+    np.testing.assert_allclose(np.load(output), expected, rtol=1e-5, atol=1e-6)

@@ -22,7 +22,15 @@ FORMATS = (
     ".zst, .bz2)"
 )
 
+WAYS_OUT = {
+    **dict.fromkeys((".feather", ".arrow", ".pkl", ".pickle"), "write it as Parquet (in pandas df.to_parquet)"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV"),
+    **dict.fromkeys((".txt", ".text"), "give the file the ending of what is in it"),
+}
+"""What to do with files whose ending no reader has."""
 _PACKED = {".xz": "unxz -k", ".zip": "unzip"}
+PACKED = (*CODECS, *_PACKED)
+"""Endings of packed files."""
 READ = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
 """Endings of the files that a folder or a pattern stands for, also packed."""
 
@@ -43,7 +51,7 @@ def open_reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{path} cannot be read: {reason}") from error
     if stat.S_ISDIR(status.st_mode):
-        files = _data_files(place)
+        files = data_files(place)
         if files and not is_saved_dataset(place):
             return _joined(path, [_open_file(one, columns, cache) for one in files])
         return open_folder(place, columns, role)
@@ -58,16 +66,22 @@ def open_reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
 
 
 def _open_pattern(path: str, columns: Columns, cache: Path) -> Reader:
+    return _joined(path, [_open_file(one, columns, cache) for one in files_of_pattern(path)])
+
+
+def files_of_pattern(path: str) -> list[Path]:
+    """Return the files that a pattern such as `data/*.parquet` names, sorted by name. Raise UserError if it names
+    none."""
     parts = Path(path).expanduser().parts
     first = next(number for number, part in enumerate(parts) if is_pattern(part))
     found = sorted(Path(*parts[:first]).glob("/".join(parts[first:])))
     files = [one for one in found if one.is_file() and one.stat().st_size]
     if not files:
         raise UserError(f"{path} names no file (looked from {Path.cwd()})")
-    return _joined(path, [_open_file(one, columns, cache) for one in files])
+    return files
 
 
-def _data_files(folder: Path) -> list[Path]:
+def data_files(folder: Path) -> list[Path]:
     """Return the data files of a folder, sorted by name. A folder of one kind of file is one source."""
     found = [one for one in sorted(folder.iterdir()) if one.is_file() and one.stat().st_size and _kind(one) in READ]
     return found if len({_kind(one) for one in found}) == 1 else []
@@ -107,9 +121,18 @@ def _open_file(path: Path, columns: Columns, cache: Path) -> Reader:
         reader = _named(unpacked_copy(path, cache), str(path), columns, cache)
         reader.folder = path.parent
         return reader
+    raise unknown_ending(path)
+
+
+def unknown_ending(path: Path) -> UserError:
+    """Return the error for a file whose ending no reader has."""
+    kind = path.suffix.lower()
     if kind in _PACKED:
-        raise UserError(f"{path} is packed, and records are read from any place of a file: unpack it ({_PACKED[kind]})")
-    raise UserError(f"{path} has the ending {kind or '(none)'}, and vembed reads {FORMATS}")
+        return UserError(
+            f"{path} is packed, and records are read from any place of a file: unpack it ({_PACKED[kind]})"
+        )
+    way_out = f": {WAYS_OUT[kind]}" if kind in WAYS_OUT else ""
+    return UserError(f"{path} has the ending {kind or '(none)'}, and vembed reads {FORMATS}{way_out}")
 
 
 def _open_name(path: str, columns: Columns, role: Role) -> Reader:

@@ -48,6 +48,11 @@ class RecordFormat:
         self._max_negatives = max_negatives
         self._numbers_in_text = numbers_in_text
 
+    @property
+    def takes_matches(self) -> bool:
+        """Whether the pairs without scores are taken for matches: by a loss, or by an evaluation."""
+        return not self._losses or not MATCHED.isdisjoint(self._losses)
+
     def num_plain_negatives(self, block: Block) -> int | None:
         """Return the number of negatives of each record, if all are pairs of good texts in the same columns and
         `example` would accept them; None if that cannot be said of all together."""
@@ -73,7 +78,7 @@ class RecordFormat:
     def example(self, record: Any, where: str) -> Example:
         """Return the example of a record. Raise BadRecord with the reason if it is invalid."""
         if type(record) is not dict:
-            raise BadRecord(f"{_described(record)}, and a record is an object with named fields")
+            raise BadRecord(f"{described(record)}, and a record is an object with named fields")
         # Before the columns are looked at: a conversation brings its own.
         if is_conversation(record):
             record = as_fields(record)
@@ -103,7 +108,7 @@ class RecordFormat:
     def _labelled(self, query: Item, label: Any, layout: Layout, where: str) -> Example:
         """Return the example of an item with a class. Its positive is chosen where the other examples are known."""
         if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():
-            raise BadRecord(f"{layout.label} is {_described(label)}, not the name or number of a class")
+            raise BadRecord(f"{layout.label} is {described(label)}, not the name or number of a class")
         for loss in self._losses:
             self._check_loss(loss, layout, (), None)
         return Example(query, (query,), where=where, label=str(label))
@@ -124,7 +129,7 @@ class RecordFormat:
         if prompt is None or (prompt == "" and self._numbers_in_text):
             return query
         if not isinstance(prompt, str):
-            raise BadRecord(f"{name} is {_described(prompt)}, not a text")
+            raise BadRecord(f"{name} is {described(prompt)}, not a text")
         return replace(query, prompt=prompt)
 
     def _negatives(self, record: dict[str, Any], layout: Layout) -> tuple[Item, ...]:
@@ -171,7 +176,7 @@ class RecordFormat:
             raise BadRecord(f"{name} is null")
         if isinstance(value, list):
             raise BadRecord(f"{name} is a list inside of a list")
-        raise BadRecord(f"{name} is {_described(value)}, not a text, an image or both")
+        raise BadRecord(f"{name} is {described(value)}, not a text, an image or both")
 
     def _object(self, value: dict[str, Any], images: tuple[ImageRef, ...], name: str) -> Item:
         for key in value.keys() - _ITEM_KEYS:
@@ -189,7 +194,7 @@ class RecordFormat:
         if text is None or (images and isinstance(text, str) and not text.strip()):
             return Item(images=images)
         if not isinstance(text, str):
-            raise BadRecord(f"{name} is {_described(text)}, not a text")
+            raise BadRecord(f"{name} is {described(text)}, not a text")
         return Item(_text(text, name), images)
 
     def _image_list(self, value: Any, name: str) -> tuple[ImageRef, ...]:
@@ -209,7 +214,7 @@ class RecordFormat:
         if isinstance(value, bytes):
             return ImageRef(data=value)
         if not isinstance(value, str):
-            raise BadRecord(f"{name} has {_described(value)} for an image")
+            raise BadRecord(f"{name} has {described(value)} for an image")
         try:
             return self._images.reference(_text(value, "an image path"))
         except BadRecord as error:
@@ -243,7 +248,7 @@ class RecordFormat:
         if self._numbers_in_text and isinstance(value, str) and _NUMBER.fullmatch(value):
             value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise BadRecord(f"{name} is {_described(value)}, not a number")
+            raise BadRecord(f"{name} is {described(value)}, not a number")
         try:
             number = float(value)
         except OverflowError as error:
@@ -285,7 +290,7 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
     """Return the type of a value in JSON's terms, for messages."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

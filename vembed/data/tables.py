@@ -239,6 +239,12 @@ def is_saved_dataset(path: Path) -> bool:
 
 def open_folder(path: Path, columns: Columns, role: Role) -> DatasetTable:
     """Open a folder that `datasets.save_to_disk` has written."""
+    return DatasetTable(str(path), path, saved_split(path, role), columns)
+
+
+def saved_split(path: Path, role: Role) -> Any:
+    """Return the `datasets.Dataset` of a folder that `datasets.save_to_disk` has written, of several the one for this
+    role."""
     import datasets  # the import takes a second, which runs on plain files avoid
 
     try:
@@ -249,7 +255,7 @@ def open_folder(path: Path, columns: Columns, role: Role) -> DatasetTable:
             f"{path} is a folder, but none that `datasets` has saved; it holds {holds}: name a file "
             f"(or it is damaged: {first_line(error)})"
         ) from error
-    return DatasetTable(str(path), path, _one_split(str(path), found, role), columns)
+    return _one_split(str(path), found, role)
 
 
 def open_hub(name: str, columns: Columns, role: Role) -> DatasetTable:

@@ -15,6 +15,9 @@ from vembed.config.options import nearest
 from vembed.data.examples import BadRecord, Item
 from vembed.data.images import IMAGE_SUFFIXES, ImageRoot
 from vembed.data.messages import listed
+from vembed.data.opening import PACKED, WAYS_OUT
+from vembed.data.records import described
+from vembed.data.tables import is_saved_dataset
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
@@ -28,6 +31,12 @@ TEXT_COLUMNS = ("text", "query", "positive", "document", "sentence")
 `text`, as in evaluation."""
 ITEM_COLUMNS = (*TEXT_COLUMNS, "title", "image")
 ID_COLUMNS = ("_id", "id")
+READ = "plain text, JSON Lines, CSV, TSV and Parquet"
+NO_LINES = {
+    **dict.fromkeys(PACKED, "unpack it"),
+    **dict.fromkeys(WAYS_OUT.keys() - {".txt", ".text"}, "write it as Parquet or CSV"),
+}
+"""Endings of files that hold no lines of text, and what to do with them."""
 BOM = b"\xef\xbb\xbf"
 
 Format = Literal["auto", "jsonl", "text"]
@@ -58,6 +67,10 @@ def images_in(folder: Path) -> list[str]:
     )
     if not found:
         endings = ", ".join(sorted(IMAGE_SUFFIXES))
+        if is_saved_dataset(folder):
+            raise UserError(
+                f"{folder} is a data set that `datasets` has saved: write it as Parquet (.to_parquet(path))"
+            )
         raise UserError(f"{folder} is a folder without images ({endings}); for texts give a file")
     return found
 
@@ -154,6 +167,9 @@ class InputParser:
         self.format = given
         if given == "auto" and source != "-":
             self.format = "jsonl" if Path(source).suffix in (".jsonl", ".ndjson", ".json") else "text"
+        kind = Path(source).suffix.lower()
+        if given == "auto" and source != "-" and kind in NO_LINES:
+            raise UserError(f"{source} has the ending {kind}, and vembed encode reads {READ}: {NO_LINES[kind]}")
         if column is not None and self.format == "text":
             raise UserError(
                 f"{self.source} is read as plain text, which has no column {column}: leave out --column, or give "
@@ -179,6 +195,11 @@ class InputParser:
             self.format = "jsonl" if line.lstrip()[0] in '{"' else "text"
         if self.format == "text":
             return Row(Item(text=line))
+        if line.startswith("[") and number == 1:
+            raise UserError(
+                f"{where} begins a JSON array, and vembed encode reads one record per line: write JSON Lines (in "
+                "pandas df.to_json(path, orient='records', lines=True))"
+            )
         try:
             value = json.loads(line)
         except ValueError as error:
@@ -195,7 +216,9 @@ class InputParser:
     def _item(self, value: Any) -> Item:
         if isinstance(value, dict):
             if self.column is not None:
-                if value.get(self.column) is None:
+                if self.column in value and value[self.column] is None:
+                    raise BadRecord(f"{self.column} is empty, and every row has to give one embedding; remove it")
+                if self.column not in value:
                     raise BadRecord(f"no field {self.column} (it has {listed(value)})")
                 return self._of_field(value[self.column], self.column)
             if value.get("image") is None:
@@ -220,7 +243,7 @@ class InputParser:
                 return Item(text=text or None, images=tuple(self.images.reference(image) for image in images))
             value = text
         if not isinstance(value, str):
-            raise BadRecord(f"{name} is no text")
+            raise BadRecord(f"{name} is {described(value)}, not a text")
         if not value.strip():
             raise BadRecord(f"{name} is empty")
         return Item(text=value)

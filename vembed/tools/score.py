@@ -39,9 +39,9 @@ def run_score(
         raise UserError(f"{output}: vembed score writes .npy, .jsonl, or to standard output (-)")
     if output != "-" and not Path(output).absolute().parent.is_dir():
         raise UserError(f"{Path(output).absolute().parent} is not a folder, so {Path(output).name} cannot be written")
-    store = open_examples(
-        TrainConfig(model_name=model, data_path=pairs, column_mapping=column_mapping, image_root=image_root), pairs
-    )
+    # As validation data: no loss is asked whether it could learn from the pairs.
+    config = TrainConfig(model_name=model, data_path=pairs, column_mapping=column_mapping, image_root=image_root)
+    store = open_examples(config, pairs, role="validation")
     total = 0
     with (
         start_session(session_config(model, strategy, trust_remote_code=trust_remote_code)) as session,

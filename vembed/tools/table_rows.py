@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 from collections.abc import Collection, Iterator
@@ -47,6 +48,9 @@ def table_rows(path: Path, wanted: Collection[str]) -> Iterator[bytes]:
     # The csv module's own limit is 131,072 characters, for all readers of the process.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
     expected = DELIMITED[path.suffix.lower()]
+    with path.open("rb") as raw:
+        if raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise UserError(f"{path} is UTF-16 text: save it as UTF-8")
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
         delimiter = delimiter_of(text.readline(), expected)
         text.seek(0)
