@@ -11,8 +11,10 @@ import pytest
 
 from vembed.config.schema import TrainConfig
 from vembed.data.batches import BatchSchedule
+from vembed.data.held_out import hold_out
 from vembed.data.sources import ExampleStore, open_examples
 from vembed.errors import UserError
+from vembed.evaluation.dataset import RetrievalData, from_examples, open_eval_data
 
 
 def opened(folder: Path, rows: list[dict[str, Any]], **options: Any) -> ExampleStore:
@@ -106,3 +108,42 @@ def test_labelled_data_that_cannot_be_used(tmp_path: Path) -> None:
         BatchSchedule([3], 2, 0, labels=[np.array([1, 1, 2])])
     with pytest.raises(UserError, match="needs batches of its own beside others: set homogeneous_batches: true"):
         BatchSchedule([2, 2], 2, 0, labels=[np.array([1, 1]), None])
+
+
+@pytest.mark.parametrize("name", ["label", "is_duplicate", "Gold-Label", "similarity"])
+def test_pairs_with_a_column_that_says_which_match_are_warned_of(tmp_path: Path, name: str) -> None:
+    rows: list[dict[str, Any]] = [{"query": f"q{n}", "positive": "p", name: n % 2} for n in range(4)]
+    (warning,) = opened(tmp_path, rows).warnings()
+    assert f"{name} is not read, and every pair is taken for a match" in warning
+    assert f"column_mapping: {{{name}: score}} and loss: cosent" in warning
+    store = opened(tmp_path, rows, column_mapping={name: "score"}, loss="cosent")
+    assert store.warnings() == [] and store[1].scores == (1.0,)
+    assert opened(tmp_path, [{"text": "a", "label": 1}, {"text": "b", "label": 1}]).warnings() == []
+    assert opened(tmp_path, [{"query": "q", "positive": "p", "page": 3}]).warnings() == []
+
+
+def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path: Path) -> None:
+    rows = [{"text": f"{['cat', 'dog', 'cow'][n % 3]} number {n}", "label": n % 3} for n in range(90)]
+    train, held = hold_out(opened(tmp_path, rows), 0.3, seed=1)
+    assert len(held) == 27 and len(train) == 63
+    data = from_examples(held, "held")
+    assert isinstance(data, RetrievalData)
+    classes = [str(item.text).split()[0] for item in data.documents]
+    assert len(data.queries) == len(data.documents) == 27
+    for query, relevant in zip(data.queries, data.relevance, strict=True):
+        others = {number for number, one in enumerate(classes) if one == str(query.text).split()[0]}
+        assert set(relevant) == others - {data.documents.index(query)} and set(relevant.values()) == {1}
+    assert not {one.query.text for one in held} & {train[index].query.text for index in range(len(train))}
+
+
+def test_labelled_validation_data(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"text": f"t{n}", "label": "a"} for n in range(130)]
+    path = tmp_path / "val.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "alone", "label": "b"}]))
+    data = open_eval_data(TrainConfig(model_name="m", data_path="d"), str(path))
+    assert isinstance(data, RetrievalData)
+    assert len(data.queries) == 100 and len(data.documents) == 101, "what is alone in its class is a document"
+    assert data.notes == ("at most 100 of a class, 30 left out",)
+    path.write_text('{"text": "a", "label": 1}\n{"text": "b", "label": 2}\n')
+    with pytest.raises(UserError, match="has no query with a relevant document"):
+        open_eval_data(TrainConfig(model_name="m", data_path="d"), str(path))

@@ -406,3 +406,33 @@ def test_an_unknown_key_of_a_source_lists_the_known_ones() -> None:
     entry = {"path": "a.jsonl", "wieght": 2}
     with pytest.raises(UserError, match=r"did you mean 'weight'\?; an entry may have path, weight, .*max_length, .*"):
         load_config({"model_name": "m", "data_path": [entry]})
+
+
+def test_lists_in_the_cells_of_a_csv_are_warned_of(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    with path.open("w", newline="") as file:
+        rows = [[f"q{n}", f"p{n}", str([f"it's {n}", "b"])] for n in range(3)]
+        csv.writer(file).writerows([["query", "positive", "negatives"], *rows])
+    (warning,) = open_path(path).warnings()
+    assert "its negatives look like lists" in warning and "write JSON Lines or Parquet" in warning
+    path.write_text("query,positive,negatives\nq,p,\"['a', 'b']\"\nr,p,a text\n")
+    assert open_path(path).warnings() == [], "one such text is a text"
+
+
+@pytest.mark.parametrize(
+    ("header", "mapping"),
+    [
+        (("Question", "Answer"), "{Question: query, Answer: positive}"),
+        ((" Anchor ", "Positive "), "{' Anchor ': query, 'Positive ': positive}"),
+        (("question1", "question2"), "{question1: query, question2: positive}"),
+        (("sentence-A", "Sentence B"), "{sentence-A: query, Sentence B: positive}"),
+        (("text", "category"), "{text: positive, your_query: query}, or, if category is the class of a text, with "
+         "column_mapping: {category: label}"),
+    ],
+)  # fmt: skip
+def test_names_of_columns_that_are_nearly_known(tmp_path: Path, header: tuple[str, str], mapping: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(",".join(header) + "\na,b\n")
+    with pytest.raises(UserError) as caught:
+        open_path(path)
+    assert str(caught.value).endswith(f"column_mapping: {mapping}")

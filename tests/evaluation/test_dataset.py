@@ -12,6 +12,7 @@ from vembed.data.examples import Example, Item, ReadAs
 from vembed.errors import UserError
 from vembed.evaluation.corpus import Corpus, read_corpus
 from vembed.evaluation.dataset import RetrievalData, ScoredPairs, from_examples, open_eval_data
+from vembed.evaluation.scores import evaluate
 
 
 def write_lines(path, records):
@@ -300,3 +301,16 @@ def test_text_that_is_no_utf8(tmp_path):
     (folder / "qrels" / "test.tsv").write_bytes(b"q1\td\xff\t1\n")
     with pytest.raises(UserError, match=r"test\.tsv is not UTF-8"):
         opened(folder)
+
+
+def test_a_split_that_is_asked_for_is_not_replaced(tmp_path):
+    folder = tmp_path / "beir"
+    write_lines(folder / "corpus.jsonl", [{"_id": "d", "text": "document"}])
+    write_lines(folder / "queries.jsonl", [{"_id": "q", "text": "query"}])
+    write_lines(folder / "qrels" / "test.tsv", ["query-id\tcorpus-id\tscore", "q\td\t1"])
+    assert found(opened(folder)) == {"query": {"document": 1}}
+    with pytest.raises(UserError, match="holds test, and none of dev"):
+        evaluate("no model", folder, split="dev")
+    pairs = write_lines(tmp_path / "pairs.jsonl", [{"query": "a", "positive": "b"}])
+    with pytest.raises(UserError, match="no BEIR-style folder, so it has no qrels of a split dev"):
+        evaluate("no model", pairs, split="dev")

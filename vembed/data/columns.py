@@ -30,15 +30,20 @@ sentence2, a class beside a text or image without a pair, and not read elsewhere
 GUESSES: dict[str, tuple[str, ...]] = {
     "query": (
         "instruction", "search", "title", "subject", "caption", "prompt", "source", "query_text", "text1", "premise",
-        "input", "question_text", "q",
+        "input", "question_text", "q", "question1", "sentence_a", "text_a", "sent1",
     ),
     "positive": (
         "context", "text", "content", "body", "description", "resolution", "solution", "target", "text2", "hypothesis",
-        "output", "completion", "doc", "a",
+        "output", "completion", "doc", "a", "question2", "sentence_b", "text_b", "sent2",
     ),
     "positive_image": ("image_path", "image_file", "file_name", "filename", "img", "picture", "photo"),
 }  # fmt: skip
 """Likely column names that are not read automatically; used for advice and by `vembed init`."""
+
+JUDGEMENTS = frozenset({
+    "label", "labels", "gold_label", "is_duplicate", "is_match", "relevance", "relevant", "rating", "similarity", "sim",
+})  # fmt: skip
+"""Likely names of columns that say which pairs match. None of them is read beside a query and a positive."""
 
 TEXT = "text"
 """Column of records that are one text, for runs without pairs and for labelled data."""
@@ -209,6 +214,17 @@ class Columns:
         return None if is_pair or not (text or queries or found["positive_image"]) else label
 
 
+def unread_judgement(unused: Iterable[str]) -> str | None:
+    """Return what is wrong with pairs whose columns that are not read include a likely judgement; None without one."""
+    name = next((name for name in unused if _plain(name) in JUDGEMENTS), None)
+    if name is None:
+        return None
+    return (
+        f"{name} is not read, and every pair is taken for a match: if {name} says how well a pair matches, set "
+        f"column_mapping: {{{name}: score}} and loss: cosent, or leave out the pairs that do not match"
+    )
+
+
 def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
     """Return the column mapping with each target name replaced by its part of a record."""
     roles: dict[str, str] = {}
@@ -236,10 +252,14 @@ def _problem(found: dict[str, list[str]], columns: tuple[str, ...]) -> str | Non
     for role in missing:
         if not any(target.startswith(role) for target in example.values()):
             example[f"your_{role}"] = role  # any other column would be a guess by its position alone
-    shown_example = ", ".join(f"{shown(name)}: {role}" for name, role in example.items())
+    shown_example = ", ".join(f"{_quoted(name)}: {role}" for name, role in example.items())
+    classes = ""
+    if TEXT in columns and "query" in missing and len(columns) == 2:
+        other = next(name for name in columns if name != TEXT)
+        classes = f", or, if {shown(other)} is the class of a text, with column_mapping: {{{_quoted(other)}: label}}"
     return (
         f"no {' and no '.join(missing)} (it has {listed(columns) or 'no fields'}): say which column it is with "
-        f"column_mapping: {{{shown_example}}}"
+        f"column_mapping: {{{shown_example}}}{classes}"
     )
 
 
@@ -248,12 +268,28 @@ def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, s
     free, mapping = list(columns), dict[str, str]()
     for role in missing:
         targets = [target for target in (role, f"{role}_image") if target in GUESSES]
-        found = ((name, target) for target in targets for name in free if name.lower() in GUESSES[target])
+        # The names of the table too: `Question`, ` Answer ` and `sentence1` without its partner are near misses.
+        found = (
+            (name, target)
+            for target in targets
+            for name in free
+            if _plain(name) in GUESSES[target] or _plain(name) in COLUMNS[target]
+        )
         name, target = next(found, ("", ""))
         if name:
             mapping[name] = target
             free.remove(name)
     return mapping
+
+
+def _quoted(name: str) -> str:
+    """Return a column's name for YAML: in quotes if spaces around it would get lost."""
+    return repr(name) if name != name.strip() else shown(name)
+
+
+def _plain(name: str) -> str:
+    """Return a column's name as the tables of names write it."""
+    return "_".join(name.strip(" \"'").lower().replace("-", " ").split())
 
 
 def _number_of(name: str) -> int:

@@ -26,8 +26,6 @@ _MIX = np.random.default_rng(0).integers(1, 2**31 - 1, size=(2, NUM_HASHES), dty
 
 def hold_out(store: ExampleStore, share: float, seed: int) -> tuple[ExampleStore, list[tuple[int, Example]]]:
     """Return the training part of the store and the examples held out, each with the number of its source."""
-    if any(labels is not None for labels in store.labels):
-        raise UserError("val_split cannot hold out texts or images with a label; give val_data_path")
     groups = query_groups(store)
     # By a hash of seed and content: what is held out does not depend on the order of the records.
     order = sorted(set(groups.tolist()), key=lambda group: _draw(seed, group))

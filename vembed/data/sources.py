@@ -20,7 +20,7 @@ from vembed.config.user_folders import cache_folder
 from vembed.data.batches import ContentKeys
 from vembed.data.cache import IndexCache, short_hash
 from vembed.data.class_batches import next_of_class
-from vembed.data.columns import Columns
+from vembed.data.columns import Columns, unread_judgement
 from vembed.data.examples import BadRecord, Example, ReadAs
 from vembed.data.images import ImageRoot
 from vembed.data.index import Index, build_index
@@ -38,6 +38,7 @@ CACHE_AFTER_SECONDS = 1.0
 
 NUM_LOOKED_AT = 20
 _Opened = tuple[Reader, RecordFormat, Index, tuple[FileStamp, ...]]
+_LIST = re.compile(r"""\[\s*['"].*['"]\s*\]""", re.DOTALL)
 _PATH = re.compile(r"\S.*\.(jpe?g|png|webp|gif|bmp|tiff?)", re.IGNORECASE)
 
 
@@ -129,6 +130,26 @@ class _Source:
             f"{self.name}: its {which} look like paths of images ({example!r:.80}), and are taken for texts: if they "
             f"are paths, set retrieval_mode: {mode}"
         ]
+
+    def doubts(self) -> list[str]:
+        """Return what is probably not meant: pairs whose column of judgements is not read, and lists that a table of
+        texts holds as one text each."""
+        is_pairs = self.labels is None and not self.index.counts.scored and self.form.takes_matches
+        judgement = unread_judgement(self.index.unused) if is_pairs else None
+        found = [] if judgement is None else [judgement]
+        if not self.reader.numbers_in_text:
+            return found
+        first = [self.example(number) for number in range(min(NUM_LOOKED_AT, self.size))]
+        for name, texts in (
+            ("positives", [item.text or "" for one in first for item in one.positives]),
+            ("negatives", [item.text or "" for one in first for item in one.negatives]),
+        ):
+            if texts and all(_LIST.fullmatch(text) for text in texts):
+                found.append(
+                    f"its {name} look like lists ({texts[0]!r:.60}), and each is taken for one text: write JSON Lines "
+                    "or Parquet, whose fields can be lists, or a column for each"
+                )
+        return found
 
 
 class ExampleStore:
@@ -226,6 +247,10 @@ class ExampleStore:
             lines.append(f"data: {len(self):,d} examples of {len(self._sources):,d} sources")
         return lines
 
+    def warnings(self) -> list[str]:
+        """Return a sentence for each source that is probably not meant as it is read."""
+        return [f"{one.name}: {doubt}" for one in self._sources for doubt in one.doubts()]
+
     def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
@@ -314,11 +339,6 @@ def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Pat
         # A short pass is not worth a file in the cache.
         if time.monotonic() - began >= CACHE_AFTER_SECONDS or len(reader.parts()) > 1:
             kept.save(index)
-    if index.labels is not None and role == "validation":
-        raise UserError(
-            f"{reader.name}: texts or images with a label are data to train on; validation data are queries with their "
-            "documents, or scored pairs"
-        )
     return reader, form, index, stamps
 
 

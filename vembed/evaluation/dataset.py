@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,11 +16,15 @@ from vembed.errors import UserError
 from vembed.evaluation.corpus import Corpus, Identities, identified_text, read_corpus
 from vembed.evaluation.qrels import read_judgements, readable
 
+log = logging.getLogger("vembed")
+
 Task = Literal["auto", "retrieval", "similarity"]
 
 MAX_GRADE = 1000
 """Largest grade. Fractional relevance scores are scaled to integer grades up to this, as trec_eval expects."""
 NUM_PROBLEMS_SHOWN = 10
+MOST_OF_CLASS = 100
+"""Members of a class that are in the evaluation, the first ones: each is relevant to all others."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,9 @@ def open_eval_data(
     task: Task = "auto",
 ) -> EvalData:
     """Return the evaluation data at `path` (default: the config's `val_data_path`): a BEIR-style folder, one of its
-    `qrels/*.tsv` files, or any training data. `splits` orders the qrels of a folder by preference. `task: auto`
-    means scored pairs if every example has one positive and a score, and nothing else."""
+    `qrels/*.tsv` files, or any training data. `splits` orders the qrels of a folder by preference; a single one
+    has to be there. `task: auto` means scored pairs if every example has one positive and a score, and nothing else.
+    """
     path = path or config.val_data_path
     assert path is not None, "the caller asks for evaluation data only where there are any"
     place = Path(path)
@@ -117,12 +123,19 @@ def open_eval_data(
         return read_beir(place.parent.parent, place, skip_bad=skip_bad)
     if (place / "corpus.jsonl").is_file():
         return read_beir(place, _choose_qrels(place, splits), skip_bad=skip_bad)
+    if len(splits) == 1:
+        raise UserError(f"{path} is no BEIR-style folder, so it has no qrels of a split {splits[0]}")
     store = open_examples(config, path, role="validation")
+    for line in store.warnings():
+        log.warning(line)
     return from_examples([store[index] for index in range(len(store))], path, task)
 
 
 def from_examples(examples: Sequence[Example], name: str, task: Task = "auto") -> EvalData:
-    """Return evaluation data from pairs. The corpus is all positives; hard negatives of the file are not in it."""
+    """Return evaluation data from pairs. The corpus is all positives; hard negatives of the file are not in it.
+
+    Of labelled data each text or image is a query and a document, and the others of its class are relevant.
+    """
     if task == "auto":
         scored = all(one.scores is not None and len(one.positives) == 1 and not one.negatives for one in examples)
         task = "similarity" if examples and scored else "retrieval"
@@ -132,11 +145,34 @@ def from_examples(examples: Sequence[Example], name: str, task: Task = "auto") -
     top = max((score for one in examples for score in one.scores or ()), default=1.0)
     whole = all(float(score).is_integer() for one in examples for score in one.scores or ())
     table = _RetrievalTable()
+    notes = _add_classes(table, [one for one in examples if one.label is not None])
     for one in examples:
+        if one.label is not None:
+            continue
         scores = one.scores or (1.0,) * len(one.positives)
         for positive, score in zip(one.positives, scores, strict=True):
             table.add(one.query, positive, _grade(score, top, whole))
-    return table.finish(name, tuple(item for _, item in table.documents.values()))
+    return table.finish(name, tuple(item for _, item in table.documents.values()), notes)
+
+
+def _add_classes(table: _RetrievalTable, examples: Sequence[Example]) -> tuple[str, ...]:
+    """Add labelled data; return notes on what is left out."""
+    classes: dict[str, dict[int, Item]] = {}
+    num_left_out = 0
+    for one in examples:
+        members = classes.setdefault(str(one.label), {})
+        num_left_out += len(members) >= MOST_OF_CLASS
+        if len(members) < MOST_OF_CLASS:
+            members.setdefault(one.query.key(), one.query)
+    for members in classes.values():
+        for item in members.values():
+            for other in members.values():
+                if other is not item:
+                    table.add(item, other, 1)
+            if item.key() not in table.documents:  # the only one of its class is a document without a query
+                table.document(item)
+    more = f"at most {MOST_OF_CLASS:,d} of a class, {num_left_out:,d} left out"
+    return (more,) if num_left_out else ()
 
 
 def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> RetrievalData:
@@ -227,7 +263,7 @@ def _grade(score: float, top: float, whole: bool) -> int:
 
 def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
     found = {path.stem: path for path in sorted((folder / "qrels").glob("*.tsv"))}
-    if len(found) == 1:
+    if len(found) == 1 and len(splits) > 1:  # a split that was asked for is never replaced by another
         return next(iter(found.values()))
     for split in splits:
         if split in found:

@@ -25,7 +25,8 @@ class Sets:
     examples: ExampleStore
     evaluation: EvalData | None
     warnings: tuple[str, ...] = ()
-    """Problems between the two, for the log and the report. Empty on ranks that do not compare."""
+    """Problems in the data, for the log and the report. Those between training and validation data are looked for on
+    ranks that compare."""
     by_task: Mapping[str, EvalData] = field(default_factory=dict)
     """Validation data of single tasks, by the task's name."""
 
@@ -35,6 +36,9 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     store = open_examples(config, config.data_path)
     for line in store.summary():
         log.info(line)
+    doubts = store.warnings()
+    for line in doubts:
+        log.warning(line)
     evaluation: EvalData | None = None
     by_task = given_by_task(config, store)
     if config.val_split is not None:
@@ -46,7 +50,7 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     elif config.val_data_path:
         evaluation = open_eval_data(config, config.val_data_path)
     if evaluation is None:
-        return Sets(store, None)
+        return Sets(store, None, tuple(doubts))
     log.info(evaluation.summary())
     for name, data in by_task.items():
         log.info("task %s: %s", name, data.summary())
@@ -54,7 +58,7 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     found = warnings_of(find_overlap(store, eval_pairs(evaluation))) if compares else []
     for line in found:
         log.warning(line)
-    return Sets(store, evaluation, tuple(found), by_task)
+    return Sets(store, evaluation, (*doubts, *found), by_task)
 
 
 def given_by_task(config: TrainConfig, store: ExampleStore) -> dict[str, EvalData]:
