@@ -5,12 +5,16 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from vembed.config.user_folders import cache_folder
 from vembed.data.delimited import delimiter_of
+from vembed.data.fetching import CODECS, is_address, is_pattern, unpacked_copy
+from vembed.data.opening import data_files, files_of_pattern, unknown_ending
+from vembed.data.tables import is_saved_dataset, saved_split
 from vembed.errors import UserError
 
 NUM_RECORDS = 1000
@@ -27,10 +31,12 @@ class FileSample:
     """The first records of a file."""
 
     records: list[Record] = field(default_factory=list)
-    """Empty where there is no file to look at: a name on the Hub, a folder."""
+    """Empty where there is nothing to look at: a name on the Hub, an address."""
     num_records: int = 0
     """Records in the whole file."""
     is_estimate: bool = False
+    is_delimited: bool = False
+    """CSV or TSV: the names are those of the first line, and all values are text."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -39,14 +45,37 @@ class FileSample:
 
 
 def read_sample(path: Path) -> FileSample:
-    """Read the first records of a file. Raise UserError if it cannot be read."""
+    """Read the first records of a file, or of a folder that is one source. Raise UserError if it cannot be read."""
+    if path.is_dir():
+        return _folder(path)
+    if not path.is_file():
+        is_several = is_pattern(str(path)) and not is_address(str(path))
+        return _joined(files_of_pattern(str(path))) if is_several else FileSample()
+    kind = path.suffix.lower()
+    if kind in CODECS:
+        return read_sample(unpacked_copy(path, cache_folder()))
+    if kind not in _READERS:
+        raise unknown_ending(path)
     try:
-        if not path.is_file():
-            return FileSample()
-        readers = {".csv": _delimited, ".tsv": _delimited, ".parquet": _parquet, ".pq": _parquet}
-        return readers.get(path.suffix.lower(), _json)(path)
+        return _READERS[kind](path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
+
+
+def _folder(path: Path) -> FileSample:
+    """Return the first records of a folder: those of its first file, or of one that `datasets` has saved."""
+    if not is_saved_dataset(path) and (files := data_files(path)):
+        return _joined(files)
+    found = saved_split(path, "train")
+    if not len(found):
+        raise UserError(f"{path}: has no rows")
+    return FileSample(found.with_format("arrow")[:NUM_RECORDS].to_pylist(), len(found))
+
+
+def _joined(files: list[Path]) -> FileSample:
+    samples = [read_sample(one) for one in files]
+    total = sum(one.num_records for one in samples)
+    return replace(samples[0], num_records=total, is_estimate=any(one.is_estimate for one in samples))
 
 
 def _json(path: Path) -> FileSample:
@@ -100,8 +129,8 @@ def _delimited(path: Path) -> FileSample:
     # DictReader puts surplus cells under None.
     records = [{str(name): value for name, value in row.items() if name is not None} for row in rows]
     if is_short:
-        return FileSample(records, num_records)
-    return FileSample(records, _estimated(path, records), is_estimate=True)
+        return FileSample(records, num_records, is_delimited=True)
+    return FileSample(records, _estimated(path, records), is_estimate=True, is_delimited=True)
 
 
 def _parquet(path: Path) -> FileSample:
@@ -137,3 +166,11 @@ def _estimated(path: Path, records: list[Record]) -> int:
     # The size of the same records as JSON, which for CSV is somewhat too large: an estimate from below.
     size = sum(len(json.dumps(record, ensure_ascii=False, default=str).encode()) for record in records)
     return max(len(records), round(path.stat().st_size * len(records) / max(size, 1)))
+
+
+_READERS = {
+    **dict.fromkeys((".csv", ".tsv"), _delimited),
+    **dict.fromkeys((".parquet", ".pq"), _parquet),
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), _json),
+}
+"""Reader by the ending of the file."""

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.options import join_words, nearest
 from vembed.data.columns import Columns
 from vembed.data.images import IMAGE_SUFFIXES
+from vembed.data.records import Mode
 from vembed.errors import UserError
 from vembed.families.table import FAMILIES, Family, Starter, named
 from vembed.start import values
 from vembed.start.ask import confirm, is_terminal
+from vembed.start.doubts import doubts_about
 from vembed.start.guess import guess
 from vembed.start.language import is_english
 from vembed.start.sample import FileSample, read_sample
 from vembed.start.utf8_copy import utf8_copy
 from vembed.tools.demo import demo_model
 
+GUESSED = "# GUESSED, please check: "
+"""Beginning of a line about a guess."""
+CHECK = "# CHECK: "
+"""Beginning of a line about something that may be wrong."""
+SMALLEST_SCORED = 200
+"""Scored pairs from which a tenth can be held out."""
 DEMO = "demo"
 """Name for --model: all-MiniLM-L6-v2 from the demo's package, without a network."""
 
@@ -39,6 +47,8 @@ class Looked:
     """Columns that were guessed -> why."""
     queries: list[str]
     documents: list[str]
+    doubts: list[str] = field(default_factory=list)
+    """What may be wrong with the data, for the user to check."""
 
 
 def run_init(
@@ -75,6 +85,9 @@ def run_init(
         raise UserError(f"{output} cannot be written: {error.strerror}") from None
     # Read as `vembed train` will read it: what is written here is never refused there.
     load_config(path)
+    for line in text.splitlines():
+        if line.startswith((CHECK, GUESSED)):
+            sys.stderr.write(f"note: {line.removeprefix(CHECK).removeprefix('# ')}\n")
     return path
 
 
@@ -105,7 +118,7 @@ def starter(
             f"--data {data} is a folder of images, which says nothing of what belongs together: give a file whose "
             'records name them, such as {"query": "a cat", "positive": {"image": "cat.jpg"}} (docs/data.md)'
         )
-    looked = look_at(read_sample(Path(data)), data, mapping or {})
+    looked = look_at(read_sample(Path(data)), data, mapping or {}, cast(Mode, kind.retrieval_mode or "auto"))
     name = str(demo_model()) if model == DEMO else model or kind.model_name
     about = kind.about
     if model is None and kind.multilingual is not None and not is_english([*looked.queries, *looked.documents]):
@@ -150,13 +163,13 @@ def _data_lines(
     if looked.mapping:
         lines.append(_line("column_mapping", looked.mapping, "names in your file: names that vembed reads"))
         lines += [
-            f"# GUESSED, please check: {column} is the {looked.mapping[column]} ({why})"
-            for column, why in looked.guesses.items()
+            f"{GUESSED}{column} is the {looked.mapping[column]} ({why})" for column, why in looked.guesses.items()
         ]
-    share = values.held_out_share(looked.sample.num_records)
+    lines += [f"{CHECK}{doubt}" for doubt in looked.doubts]
+    share = _held_out(looked, val_data)
     if val_data:
         lines.append(_line("val_data_path", val_data, "scored before, during and after training"))
-    elif share is not None and looked.loss == "infonce":
+    elif share is not None:
         lines.append(_line("val_split", share, "share of the queries held out, scored before and after"))
     else:
         lines.append(
@@ -177,9 +190,17 @@ def _data_lines(
     return lines
 
 
+def _held_out(looked: Looked, val_data: str | None) -> float | None:
+    """Return the share of the data that becomes validation data."""
+    num_records = looked.sample.num_records
+    # A correlation needs more pairs, and different scores among them.
+    is_enough = looked.loss == "infonce" or num_records >= SMALLEST_SCORED
+    return values.held_out_share(num_records) if is_enough and not val_data else None
+
+
 def _training_lines(kind: Starter, looked: Looked, val_data: str | None, facts: values.ModelFacts | None) -> list[str]:
     num_records = looked.sample.num_records
-    held_out = 0.0 if val_data or looked.loss != "infonce" else values.held_out_share(num_records) or 0.0
+    held_out = _held_out(looked, val_data) or 0.0
     num_train = int(num_records * (1 - held_out))
     batch, epochs = values.fitting_batch(num_train, kind.batch_size), values.fitting_epochs(num_train)
     total = max(num_train // batch, 1) * epochs if num_train else 0
@@ -223,7 +244,7 @@ def _training_lines(kind: Starter, looked: Looked, val_data: str | None, facts: 
     return lines
 
 
-def look_at(sample: FileSample, data: str, given: Mapping[str, str]) -> Looked:
+def look_at(sample: FileSample, data: str, given: Mapping[str, str], mode: Mode = "auto") -> Looked:
     """Return what the first records show. `given`: columns that the user names."""
     if not sample.records:
         return Looked(sample, dict(given), "infonce", "not looked at (no file of that name here)", {}, [], [])
@@ -250,7 +271,9 @@ def look_at(sample: FileSample, data: str, given: Mapping[str, str]) -> Looked:
     about = f"{many}; the first {first:,d} records have {', '.join(layout.columns())}"
     queries = [value for record in sample.records if isinstance(value := record.get(layout.query or ""), str)]
     documents = [text for record in sample.records for text in _texts(record.get(layout.positive or ""))]
-    return Looked(sample, mapping, "cosent" if scored else "infonce", about, guesses, queries, documents)
+    loss = "cosent" if scored else "infonce"
+    doubts = doubts_about(sample, data, mapping, loss, mode)
+    return Looked(sample, mapping, loss, about, guesses, queries, documents, doubts)
 
 
 def _texts(value: Any) -> list[str]:
