@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.data.files import config, write_jsonl
@@ -91,3 +92,14 @@ def test_overlap_counts_queries_positives_and_pairs(tmp_path: Path) -> None:
     assert "'how do i sort' -> 'use SORTED'" in sentences[2] and "copy.png" in sentences[2]
     assert warnings_of(find_overlap(train, pairs[1:3])) == [], "a corpus may serve both"
     assert "1 of the 994 queries of the validation data (0.1%) are" in Overlap("queries", 994, {1: "'a'"}).sentence()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_group_of_most_queries_is_not_held_out(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(0)
+    similar = [f"open the page of your account and choose the number {n} in its list" for n in range(140)]
+    others = [" ".join(draw.choices(WORDS, k=40)) for _ in range(60)]
+    store = store_of(tmp_path, [{"query": one, "positive": f"p{n}"} for n, one in enumerate([*similar, *others])])
+    assert np.unique(query_groups(store)[:140]).size < 10, "near-duplicates"
+    train, held = hold_out(store, 0.2, seed)
+    assert 40 <= len(held) <= 80 and len(train) + len(held) == 200

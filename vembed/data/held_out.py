@@ -31,11 +31,15 @@ def hold_out(store: ExampleStore, share: float, seed: int) -> tuple[ExampleStore
     order = sorted(set(groups.tolist()), key=lambda group: _draw(seed, group))
     wanted = max(1, round(share * len(store)))
     sizes = dict(zip(*np.unique(groups, return_counts=True), strict=True))
+    # Texts from one template are one group through chains of near-duplicates, which may be most of the data.
+    largest = max(wanted, min(sizes.values()))
     chosen: set[int] = set()
     count = 0
     for group in order:
         if count >= wanted:
             break
+        if sizes[group] > largest:
+            continue
         chosen.add(group)
         count += int(sizes[group])
     is_held = np.isin(groups, list(chosen))
