@@ -38,12 +38,13 @@ def init(
             count = run_train_tokenizer(data, tokenizer, vocab_size)
             sys.stdout.write(f"wrote {tokenizer}: {count:,d} tokens; use it with tokenizer_name: {tokenizer}\n")
             return
+        from vembed.data.fetching import is_pattern
         from vembed.tools.init import run_init
 
         mapping = column_mapping_of(column_mapping) or {}
         mapping |= {name: role for name, role in ((query, "query"), (positive, "positive")) if name is not None}
         path = run_init(family, data, output, model=model, val_data=val_data, mapping=mapping, force=force)
-        if not Path(data).exists():
+        if not Path(data).exists() and not is_pattern(data):
             sys.stderr.write(f"note: {data} is not here, so columns, lengths and sizes are defaults; check the path\n")
         sys.stdout.write(f"wrote {path}; train with: vembed train {path}\n")
 

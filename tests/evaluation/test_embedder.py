@@ -89,11 +89,20 @@ def test_images_become_items():
         ({"text": 3}, "is a int"),
         ({"image": 3}, "an image is a int"),
         (3, "an input is a int"),
+        ("a \ud800", "a lone surrogate"),
+        ({"text": "\udfff"}, "a lone surrogate"),
     ],
 )
 def test_what_is_no_input_is_named(given, message):
     with pytest.raises(UserError, match=message):
         to_item(given)
+
+
+def test_an_input_that_is_none_is_named_by_its_place(folder):
+    model = Embedder(folder, device="cpu")
+    for encode in (model.encode, model.hidden_states):
+        with pytest.raises(UserError, match=r"inputs\[2\]: an input is a NoneType"):
+            encode(["a", "b", None])
 
 
 def test_wrong_settings_are_named(folder):

@@ -9,7 +9,9 @@ import pytest
 
 import vembed
 from tests.tiny import shared, texts, tiny_bert
+from vembed.config.schema import TrainConfig
 from vembed.data.in_memory import as_path
+from vembed.data.sources import open_examples
 from vembed.training.callbacks import EvaluationInfo, StepInfo
 
 WORDS = texts(64)
@@ -59,3 +61,27 @@ def test_datasets_and_paths_become_paths(tmp_path: Path) -> None:
     assert as_path("data_path", ROWS) == as_path("data_path", list(map(dict, ROWS)))
     with pytest.raises(vembed.UserError, match=r"data_path, record 1: .* is not JSON serializable"):
         as_path("data_path", [{"query": b"x"}])
+
+
+def test_tables_become_paths(tmp_path: Path) -> None:
+    import pandas as pd
+    import pyarrow as pa
+
+    frame = pd.DataFrame(ROWS)[::2].assign(negatives=[["a", "b"]] * 16, score=[None, *[0.5] * 15])
+    for table in (frame, pa.Table.from_pandas(frame, preserve_index=False)):
+        stored = as_path("data_path", table)
+        assert as_path("data_path", table.copy() if isinstance(table, pd.DataFrame) else table) == stored
+        store = open_examples(TrainConfig(model_name="m", data_path=stored), stored)
+        assert len(store) == 16 and store[1].query.text == ROWS[2]["query"]
+        assert [one.text for one in store[1].negatives] == ["a", "b"]
+        assert store[0].scores is None and store[1].scores == (0.5,)
+    with pytest.raises(vembed.UserError, match="data_path: the table has a column of mixed types"):
+        as_path("data_path", pd.DataFrame({"query": ["a", 1]}, dtype=object))
+
+
+def test_a_dataset_dict_is_refused_with_its_splits() -> None:
+    import datasets
+
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS))
+    with pytest.raises(vembed.UserError, match=r"splits train, test: give one of them, such as data\['train'\]"):
+        as_path("data_path", splits)

@@ -1,4 +1,4 @@
-"""Training data from Python objects: lists of dicts and `datasets.Dataset`, stored where the readers find them."""
+"""Training data from Python objects: lists of dicts, tables and data sets, stored where the readers find them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.user_folders import cache_folder
+from vembed.data.messages import listed
 from vembed.errors import UserError
 
 FOLDER = "python"
@@ -23,6 +24,13 @@ def as_path(name: str, value: Any) -> Any:
         return str(value)
     if _is_dataset(value):
         return _stored_dataset(value)
+    if _is_of("pandas", "DataFrame", value) or _is_of("pyarrow", "Table", value):
+        return _stored_table(name, value)
+    if _is_of("datasets", "DatasetDict", value):
+        raise UserError(
+            f"{name} is a DatasetDict with the splits {listed(value)}: give one of them, such as "
+            f"data[{next(iter(value), 'train')!r}]"
+        )
     if isinstance(value, list) and value and all(isinstance(one, Mapping) and "path" not in one for one in value):
         return _stored_rows(name, value)
     if isinstance(value, list):
@@ -33,9 +41,28 @@ def as_path(name: str, value: Any) -> Any:
 
 
 def _is_dataset(value: Any) -> bool:
-    """Return whether a value is a `datasets.Dataset`. The library is imported only if the caller has done so."""
-    library = sys.modules.get("datasets")
-    return library is not None and isinstance(value, library.Dataset)
+    return _is_of("datasets", "Dataset", value)
+
+
+def _is_of(library: str, kind: str, value: Any) -> bool:
+    """Return whether a value is of a library's class. The library is imported only if the caller has done so."""
+    module = sys.modules.get(library)
+    return module is not None and isinstance(value, getattr(module, kind, ()))
+
+
+def _stored_table(name: str, table: Any) -> str:
+    """Return the path of a Parquet file with the columns of a `pandas.DataFrame` or a `pyarrow.Table`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sink = pa.BufferOutputStream()
+    try:
+        pq.write_table(
+            table if isinstance(table, pa.Table) else pa.Table.from_pandas(table, preserve_index=False), sink
+        )
+    except pa.ArrowException as error:
+        raise UserError(f"{name}: the table has a column of mixed types: {str(error).splitlines()[0]}") from error
+    return _stored(sink.getvalue().to_pybytes(), "parquet")
 
 
 def _stored_dataset(dataset: Any) -> str:
@@ -58,8 +85,11 @@ def _stored_rows(name: str, rows: list[Mapping[str, Any]]) -> str:
                 f"{name}, record {number}: {error}; records in a list hold texts, numbers and paths of images (a "
                 "datasets.Dataset may hold images too)"
             ) from error
-    data = b"".join(lines)
-    path = cache_folder() / FOLDER / f"{hashlib.sha256(data).hexdigest()[:16]}.jsonl"
+    return _stored(b"".join(lines), "jsonl")
+
+
+def _stored(data: bytes, kind: str) -> str:
+    path = cache_folder() / FOLDER / f"{hashlib.sha256(data).hexdigest()[:16]}.{kind}"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}")

@@ -148,7 +148,7 @@ class Embedder:
         if kind not in ("query", "document"):
             raise UserError(f"kind is {kind!r}; give query or document")
         single = _is_one(inputs)
-        items = [to_item(one) for one in _as_inputs(inputs)]
+        items = _items(inputs)
         if prompt is not None:
             items = [replace(one, prompt=prompt) for one in items]
         with ProgressReport("encoding", active=show_progress or show_progress_bar) as progress:
@@ -205,7 +205,7 @@ class Embedder:
         -1 is the last. `pooling`: by default the model's own.
         """
         states = HiddenStates(self.model, self.backbone, self.description, layers, pooling)
-        items = [to_item(one) for one in _as_inputs(inputs)]
+        items = _items(inputs)
         if any(item.images for item in items):
             raise UserError("hidden states are of texts; an input has an image")
         flat = encode_items(
@@ -318,12 +318,23 @@ def _as_inputs(inputs: Any) -> list[Any]:
     return list(inputs)
 
 
+def _items(inputs: Any) -> list[Item]:
+    """Return the items of one input or several. Raise UserError with the number of the first that is none."""
+    given, items = _as_inputs(inputs), list[Item]()
+    for number, one in enumerate(given):
+        try:
+            items.append(to_item(one))
+        except UserError as error:
+            raise UserError(f"inputs[{number}]: {error}" if len(given) > 1 else str(error)) from error
+    return items
+
+
 def to_item(given: Input) -> Item:
     """Convert an input to an Item."""
     if isinstance(given, Item):
         return given
     if isinstance(given, str):
-        return Item(text=given)
+        return Item(text=_whole(given))
     if isinstance(given, Image.Image | Path):
         return Item(images=(_image_ref(given),))
     if isinstance(given, Mapping):
@@ -336,8 +347,18 @@ def to_item(given: Input) -> Item:
             raise UserError(f"the text of an input is a {type(text).__name__}: {text!r}")
         if text is None and not images:
             raise UserError(f"an input has neither text nor image: {dict(given)!r}")
-        return Item(text=text, images=tuple(_image_ref(image) for image in images))
+        return Item(text=None if text is None else _whole(text), images=tuple(_image_ref(image) for image in images))
     raise UserError(f"an input is a {type(given).__name__}; vembed encodes texts, images and {{text, image}} records")
+
+
+def _whole(text: str) -> str:
+    """Return the text. Raise UserError if no tokenizer takes it."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError("an input has a lone surrogate in it, which is no character") from error
+    return text
 
 
 def _as_list(value: Any) -> list[Any]:
