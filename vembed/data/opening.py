@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vembed.config.places import is_hub_dataset
 from vembed.data.cache import short_hash, stamp
+from vembed.data.class_folders import class_records, is_class_folder
 from vembed.data.columns import Columns
 from vembed.data.delimited import DelimitedFile
 from vembed.data.fetching import CODECS, fetched_copies, is_address, is_pattern, unpacked_copy
@@ -54,6 +55,10 @@ def open_reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
         files = data_files(place)
         if files and not is_saved_dataset(place):
             return _joined(path, [_open_file(one, columns, cache) for one in files])
+        if not is_saved_dataset(place) and is_class_folder(place):
+            reader = _named(class_records(place, cache), path, columns, cache)
+            reader.folder = place
+            return reader
         return open_folder(place, columns, role)
     if not stat.S_ISREG(status.st_mode):  # a pipe, for example, blocks and can be read only once
         raise UserError(f"{path} is not a regular file")

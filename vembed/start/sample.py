@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.user_folders import cache_folder
+from vembed.data.class_folders import class_records, is_class_folder
 from vembed.data.delimited import delimiter_of
 from vembed.data.fetching import CODECS, is_address, is_pattern, unpacked_copy
 from vembed.data.opening import data_files, files_of_pattern, unknown_ending
@@ -66,6 +67,8 @@ def _folder(path: Path) -> FileSample:
     """Return the first records of a folder: those of its first file, or of one that `datasets` has saved."""
     if not is_saved_dataset(path) and (files := data_files(path)):
         return _joined(files)
+    if not is_saved_dataset(path) and is_class_folder(path):
+        return _json(class_records(path, cache_folder()))
     found = saved_split(path, "train")
     if not len(found):
         raise UserError(f"{path}: has no rows")

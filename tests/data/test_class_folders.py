@@ -1,0 +1,66 @@
+"""A folder of images by class is labelled data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import vembed
+from tests.data.files import config
+from tests.tiny import shared, tiny_vit
+from vembed.data.class_folders import is_class_folder
+from vembed.data.sources import open_examples
+from vembed.errors import UserError
+from vembed.start.sample import read_sample
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures"
+    for number, name in enumerate(("cat", "dog/small", "dog", "\u9ce5")):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for one in range(4):
+            picture = Image.new("RGB", (20, 20), (60 * number, 60 * one, 0))
+            picture.save(folder / name / (f"{one}.PNG" if one else "0.jpg"))
+    (folder / "empty").mkdir()
+    (folder / "cat" / "notes.txt").write_text("no image")
+    (folder / "cat" / ".hidden.png").write_bytes(b"")
+    return folder
+
+
+def test_each_image_has_the_class_of_its_folder(pictures: Path, tmp_path: Path) -> None:
+    store = open_examples(config(), str(pictures), cache_dir=tmp_path / "cache")
+    found = {Path(store[n].query.images[0].path or "").relative_to(pictures): store[n].label for n in range(len(store))}
+    assert len(found) == 16 and found[Path("dog/small/1.PNG")] == "dog" and found[Path("\u9ce5/0.jpg")] == "\u9ce5"
+    assert sorted(set(found.values()), key=str) == ["cat", "dog", "\u9ce5"]
+    assert all(store[n].positives[0] != store[n].query for n in range(len(store)))
+    sample = read_sample(pictures)
+    assert sample.num_records == 16 and sample.columns == ("image", "label")
+    (pictures / "cat" / "1.PNG").unlink()
+    assert len(open_examples(config(), str(pictures), cache_dir=tmp_path / "cache")) == 15, (
+        "the folder is looked at anew"
+    )
+
+
+def test_splits_are_no_classes(pictures: Path, tmp_path: Path) -> None:
+    (pictures.parent / "all").mkdir()
+    pictures.rename(pictures.parent / "all" / "train")
+    with pytest.raises(UserError, match=r"train is the name of a split.* give .*all/train itself"):
+        open_examples(config(), str(pictures.parent / "all"), cache_dir=tmp_path / "cache")
+    assert len(open_examples(config(), str(pictures.parent / "all" / "train"), cache_dir=tmp_path / "cache")) == 16
+
+
+def test_a_folder_of_images_without_classes_is_none(pictures: Path, tmp_path: Path) -> None:
+    assert not is_class_folder(pictures / "cat")
+    with pytest.raises(UserError, match="is a folder, but none that `datasets` has saved"):
+        open_examples(config(), str(pictures / "cat"), cache_dir=tmp_path / "cache")
+
+
+def test_an_image_encoder_learns_from_it(pictures: Path, tmp_path: Path) -> None:
+    result = vembed.train({
+        "model_name": str(shared(tiny_vit)), "data_path": str(pictures), "val_data_path": str(pictures),
+        "output_dir": str(tmp_path / "run"), "batch_size": 4, "max_steps": 2, "report_to": [],
+    })  # fmt: skip
+    assert result.steps == 2 and 0 < result.metrics["ndcg@10"] <= 1
