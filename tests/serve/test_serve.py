@@ -135,11 +135,20 @@ def test_requests_at_the_same_time(url: str) -> None:
         ("/v1/embeddings", {"input": "a", "input_type": "passage"}, 400, "give query or document"),
         ("/embed", [], 400, "must be a JSON object"),
         ("/nowhere", {}, 404, "there is no /nowhere"),
+        ("/embed", {"inputs": ["a", "half an emoji \ud83d"]}, 400, "inputs[1] has half of a character"),
     ],
 )
 def test_what_clients_get_wrong(url: str, route: str, values: Any, code: int, said: str) -> None:
     found = refused(url + route, values)
     assert found[0] == code and said in found[1]
+
+
+def test_a_failure_of_the_server_is_an_answer(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelEncoder, "encode", lambda *_: 1 / 0)
+        found = refused(f"{url}/embed", {"inputs": "a"})
+    assert found == (500, "the server could not compute this; its log has the reason")
+    assert len(post(f"{url}/embed", {"inputs": "a"})) == 1
 
 
 def test_what_is_known_about_the_server(url: str) -> None:

@@ -176,7 +176,8 @@ class RecordFormat:
             raise BadRecord(f"{name} is null")
         if isinstance(value, list):
             raise BadRecord(f"{name} is a list inside of a list")
-        raise BadRecord(f"{name} is {described(value)}, not a text, an image or both")
+        way_out = "; write it as text, in quotes" if type(value) in (int, float) else ""
+        raise BadRecord(f"{name} is {described(value)}, not a text, an image or both{way_out}")
 
     def _object(self, value: dict[str, Any], images: tuple[ImageRef, ...], name: str) -> Item:
         for key in value.keys() - _ITEM_KEYS:

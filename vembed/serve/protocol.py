@@ -60,6 +60,13 @@ def _texts(asked: Values, key: str, kind_key: str) -> tuple[list[str], Kind | No
         raise BadRequest(f"{key} must be a text or a list of texts (token ids are not read), and is {given!r:.80}")
     if len(texts) > MOST_INPUTS:
         raise BadRequest(f"{key} has {len(texts):,d} texts; send at most {MOST_INPUTS:,d} in one request")
+    for number, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise BadRequest(
+                f"{key}[{number}] has half of a character in it (a lone surrogate): cut texts between characters"
+            ) from None
     kind = asked.get(kind_key)
     if kind is None:
         return texts, None

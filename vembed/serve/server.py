@@ -6,6 +6,7 @@ import json
 import logging
 import signal
 from collections.abc import Callable
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import FrameType
 from typing import Any
@@ -51,7 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/info":
             self._answer(200, {"model_id": name, "max_input_length": self.server.encoder.max_length})
         else:
-            self._refuse(404, f"there is no {self.path}; POST to /v1/embeddings or /embed")
+            self._refuse(404, f"there is nothing to GET at {self.path}; POST to /v1/embeddings or /embed")
 
     def do_POST(self) -> None:
         """Answer a request for embeddings."""
@@ -69,12 +70,18 @@ class _Handler(BaseHTTPRequestHandler):
             asked = json.loads(body)
             if not isinstance(asked, dict):
                 raise BadRequest("the body must be a JSON object")
-            self._answer(200, answer(self.server.encoder, self.server.name, asked))
+            found = answer(self.server.encoder, self.server.name, asked)
         except (BadRequest, ValueError, UserError) as error:
             self._refuse(400, str(error))
+        except Exception:  # the client gets an answer whatever happens here, and the next request is served
+            log.exception("a request to %s failed", self.path)
+            self._refuse(500, "the server could not compute this; its log has the reason")
+        else:
+            self._answer(200, found)
 
     def _refuse(self, code: int, message: str) -> None:
-        self._answer(code, {"error": {"message": message, "type": "invalid_request_error", "code": code}})
+        kind = "server_error" if code >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+        self._answer(code, {"error": {"message": message, "type": kind, "code": code}})
 
     def _answer(self, code: int, value: Any) -> None:
         data = json.dumps(value).encode()

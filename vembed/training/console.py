@@ -96,11 +96,12 @@ def setup_lines(run: Run) -> list[str]:
     sources = len(data.examples.names)
     evaluation = data.evaluation.summary() if data.evaluation is not None else "no validation data (set val_split: 0.1)"
     epochs = data.epoch_at(data.total_steps)
+    per_step = min(data.examples_per_step, len(data.examples))  # data smaller than one batch are one batch
     return [
         f"model: {config.model_name}, {description.family}, {description.embedding_dim:,d} dimensions, {total:,d} "
         f"parameters ({share}), at most {description.max_length:,d} tokens",
         f"data: {len(data.examples):,d} examples of {sources:,d} source{'s' if sources > 1 else ''}; {evaluation}",
-        f"steps: {data.total_steps:,d} of {data.examples_per_step:,d} examples ({epochs:.3g} epochs), learning rate "
+        f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs:.3g} epochs), learning rate "
         f"{config.learning_rate:g}, loss {config.loss}",
         f"device: {session.device}, {session.world_size} process{'es' if session.world_size > 1 else ''}, strategy "
         f"{session.strategy}, mixed precision {session.mixed_precision}",
