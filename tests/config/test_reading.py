@@ -206,3 +206,8 @@ def test_value_of_the_command_line_wins(write_config: WriteConfig) -> None:
     assert load_config(write_config("batch_size: 8\n"), ["batch_size=4"]).batch_size == 4
     config = load_config(write_config("batch_size: 8\n"), ["global_batch_size=64"])
     assert config.global_batch_size == 64
+
+
+def test_an_option_in_the_place_of_the_config_file() -> None:
+    with pytest.raises(UserError, match="Give the config file first, and options as key=value behind it"):
+        load_config("model_name=m")

@@ -164,6 +164,23 @@ def test_an_adapter_counts_as_the_whole_model(runs, tmp_path):
         np.testing.assert_allclose(value, (whole[name] + 3 * base[name]) / 4, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_model_saved_by_an_older_transformers_has_position_ids(models, tmp_path, is_first):
+    older = tmp_path / "older"
+    shutil.copytree(models[0], older)
+    path = next(older.rglob("model.safetensors"))
+    values = load_file(path)
+    prefix = next(iter(name for name in values if "word_embeddings" in name)).rpartition("embeddings.word")[0]
+    save_file({**values, f"{prefix}embeddings.position_ids": np.arange(512)[None]}, path, {"format": "pt"})
+    pair = [older, models[1]] if is_first else [models[1], older]
+    vembed.merge(pair, tmp_path / "out")
+    one, two = weights_of(models[0]), weights_of(models[1])
+    for name, value in weights_of(tmp_path / "out").items():
+        if not name.endswith("position_ids"):
+            np.testing.assert_allclose(value, (one[name] + two[name]) / 2, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(vembed.Embedder(tmp_path / "out").encode("red")), 1, atol=1e-5)
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------
 
 

@@ -72,6 +72,8 @@ def read_tree(path: Path) -> Node:
     if reader is None:
         is_data = path.suffix.lower() in (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
         hint = f" Of data, `vembed init --data {path}` makes one." if is_data else ""
+        if "=" in path.name:
+            hint = " Give the config file first, and options as key=value behind it."
         raise UserError(f"{path}: a config file ends in .yaml, .yml, .toml or .json.{hint}")
     return reader(_read_text(path), str(path))
 

@@ -28,7 +28,7 @@ WAYS_OUT = {
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV"),
     **dict.fromkeys((".txt", ".text"), "give the file the ending of what is in it"),
 }
-"""What to do with files whose ending no reader has."""
+"""Ways to make use of files whose ending no reader has."""
 _PACKED = {".xz": "unxz -k", ".zip": "unzip"}
 PACKED = (*CODECS, *_PACKED)
 """Endings of packed files."""

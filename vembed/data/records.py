@@ -50,7 +50,7 @@ class RecordFormat:
 
     @property
     def takes_matches(self) -> bool:
-        """Whether the pairs without scores are taken for matches: by a loss, or by an evaluation."""
+        """True if pairs without scores are taken for matches: by a loss, or by an evaluation."""
         return not self._losses or not MATCHED.isdisjoint(self._losses)
 
     def num_plain_negatives(self, block: Block) -> int | None:

@@ -48,7 +48,7 @@ class Looked:
     queries: list[str]
     documents: list[str]
     doubts: list[str] = field(default_factory=list)
-    """What may be wrong with the data, for the user to check."""
+    """Sentences on what may be wrong with the data, for the user to check."""
 
 
 def run_init(

@@ -71,6 +71,9 @@ def default_base(sources: Sequence[Source]) -> str | None:
     return only or None
 
 
+COMPUTED = frozenset({"position_ids", "token_type_ids", "inv_freq"})
+"""Last parts of the names of buffers that are computed from the config: the same in every model of an architecture."""
+
 # ---- checks ----------------------------------------------------------------------------------------------------
 
 
@@ -91,7 +94,7 @@ def matched(first: Source, other: Source) -> dict[str, dict[str, str]]:
     for part, held in first.files.items():
         theirs = other.files.get(part, {})
         names[part] = _matched_names(held, theirs)
-        missing = [name for name in held if name not in names[part] and not is_never_used(name)]
+        missing = [name for name in held if name not in names[part] and not _may_be_missing(name)]
         if missing:
             where = f"{part}/{missing[0]}" if part else missing[0]
             raise UserError(
@@ -108,11 +111,17 @@ def matched(first: Source, other: Source) -> dict[str, dict[str, str]]:
     return names
 
 
+def _may_be_missing(name: str) -> bool:
+    """Return whether models of one architecture may differ in having a tensor: no embedding depends on it, or older
+    versions of Transformers saved what newer ones compute from the config."""
+    return is_never_used(name) or name.rsplit(".", 1)[-1] in COMPUTED
+
+
 def _matched_names(wanted: Iterable[str], held: Mapping[str, TensorReader]) -> dict[str, str]:
     wanted = list(wanted)
-    if all(name in held for name in wanted if not is_never_used(name)):
+    if all(name in held for name in wanted if not _may_be_missing(name)):
         return {name: name for name in wanted if name in held}
-    probe = max((name for name in wanted if not is_never_used(name)), key=len)
+    probe = max((name for name in wanted if not _may_be_missing(name)), key=len)
     longer = {name.removesuffix(probe) for name in held if name.endswith(f".{probe}")}
     shorter = {probe.removesuffix(name) for name in held if probe.endswith(f".{name}")}
     # The probe is the longest name, which is the most specific: it is found under one prefix only.
