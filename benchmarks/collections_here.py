@@ -1,6 +1,6 @@
 """Collections made of what an installation carries: docstrings, manual pages, package descriptions, names of
-characters, rendered words. Each is a training set and a validation set without common modules, pages, packages or
-characters."""
+characters, rendered words. Each is a training set and a validation set without common modules, pages, packages,
+characters or pictures."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tests.families.pictures import render
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
 from tests.tiny import WORDS
 from vembed.tools.demo_data import Pair, split_by_module, standard_library_pairs
 
@@ -26,6 +29,12 @@ Row = dict[str, Any]
 MANUAL = Path("/usr/share/man")
 PACKAGES = Path("/var/lib/dpkg/status")
 MOST_WORDS = 40
+SIDE = 32
+"""Pixels of a side of a rendered word."""
+NUM_DESCRIBED = 20_000
+"""Functions whose docstrings make the scored pairs."""
+NUM_WORDS = 20
+"""Rendered words."""
 
 
 @dataclass(frozen=True)
@@ -74,30 +83,73 @@ def characters(num_train: int, num_val: int) -> Collection:
     return Collection(_near(known[half:], num_train, draw), _near(known[:half], num_val, draw), "cosent")
 
 
-def pictures(num_train: int, num_val: int) -> Collection:
-    """A word -> a picture of it, drawn a little moved; the words are the same, the pictures are not."""
-    folder = Path(tempfile.mkdtemp())
-    words = sorted({word[:5] for word in WORDS})[:20]
+def libraries(num_train: int, num_val: int) -> Collection:
+    """The first paragraph of a docstring -> the function's source, of the installed libraries, by library."""
+    train, val = split_by_module(_library_pairs(), num_train, num_val)
+    return Collection(_rows(train), _rows(val))
+
+
+def modules(num_train: int, num_val: int) -> Collection:
+    """Docstrings of two functions of the installed libraries and how near these are: half for the library, and half for
+    the module. The libraries of the two sides differ."""
     draw = random.Random(0)
+    train, val = (
+        [(" ".join(pair.query.split()[:MOST_WORDS]), pair.module.split(".")[0], pair.module) for pair in pairs]
+        for pairs in split_by_module(_library_pairs(), NUM_DESCRIBED, NUM_DESCRIBED // 4)
+    )
+    return Collection(_near(train, num_train, draw), _near(val, num_val, draw), "cosent")
+
+
+def pictures(num_train: int, num_val: int) -> Collection:
+    """A word -> a picture of it, of another size, place and greys each time. The words are the same on both sides, and
+    no two pictures are."""
+    folder = Path(tempfile.mkdtemp())
+    draw = random.Random(0)
+    seen: set[bytes] = set()
 
     def drawn(count: int, name: str) -> list[Row]:
         rows = []
         for number in range(count):
+            word = rendered_words()[number % NUM_WORDS]
+            while (picture := drawn_word(word, draw)).tobytes() in seen:
+                pass
+            seen.add(picture.tobytes())
             file = folder / f"{name}-{number}.png"
-            render(words[number % len(words)], file, draw)
-            rows.append({"query": words[number % len(words)], "positive": {"image": str(file)}})
+            picture.save(file)
+            rows.append({"query": word, "positive": {"image": str(file)}})
         return rows
 
     return Collection(drawn(num_train, "train"), drawn(num_val, "val"))
 
 
+def rendered_words() -> list[str]:
+    """Return the words of the pictures: the first letters of known ones, all different."""
+    return sorted({word[:5] for word in WORDS})[:NUM_WORDS]
+
+
+def drawn_word(word: str, draw: random.Random) -> Image.Image:
+    """Return a picture of a word, in one of millions of forms."""
+    picture = Image.new("RGB", (SIDE, SIDE), (draw.randint(160, 255),) * 3)
+    font = ImageFont.load_default(size=draw.randint(9, 12))
+    place = (draw.randint(0, 3), draw.randint(2, SIDE // 2))
+    ImageDraw.Draw(picture).text(place, word, fill=(draw.randint(0, 100),) * 3, font=font)
+    return picture
+
+
 COLLECTIONS: dict[str, Callable[[int, int], Collection]] = {
     "docstrings": docstrings,
+    "libraries": libraries,
     "manual": manual,
+    "modules": modules,
     "packages": packages,
     "characters": characters,
     "pictures": pictures,
 }
+
+
+@cache
+def _library_pairs() -> list[Pair]:
+    return standard_library_pairs(Path(torch.__file__).parents[1])
 
 
 def _rows(pairs: list[Pair]) -> list[Row]:

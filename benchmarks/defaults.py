@@ -33,16 +33,13 @@ import yaml
 
 from benchmarks.collections_here import COLLECTIONS, Collection
 from benchmarks.defaults_table import print_tables
-from benchmarks.tiny_models import MODELS
+from benchmarks.tiny_models import INITIAL, MODELS, made
 from benchmarks.train import machine
-from vembed.config.rate import ADAPTERS
 from vembed.config.rhythm import FROM_SCRATCH, epochs_for
 from vembed.tools.demo import demo_model
 
 Options = dict[str, Any]
 
-RATE = {"encoder": 8e-5, "decoder": 2e-3, "clip": 2e-3}
-"""The default learning rate at 60 steps: MiniLM is trained further, the others begin with initial weights."""
 RATES = (0.5, 2.0)
 """Learning rates that are tried, as multiples of the default."""
 PASSES = (0.5, 2.0)
@@ -97,8 +94,7 @@ class Trial:
         given = self.arguments
         self.folder = Path(tempfile.mkdtemp())
         self.data, self.test = parts(given.collection, given.size, given.val, given.max_length)
-        (self.folder / "model").mkdir()
-        self.model = MODELS[given.family](self.folder / "model")
+        self.model = made(given.family, given.models or self.folder / "models")
         self.about: Options = {
             "what": given.what, "collection": given.collection, "family": given.family, "size": given.size,
             "max_length": given.max_length, **({"given": dict(given.option)} if given.option else {}),
@@ -121,15 +117,18 @@ class Trial:
                 raise TimeoutError
             began = time.monotonic()
             own = self.folder / "run"
-            # The folders of the other families hold initial weights: from_scratch says so.
-            given = {**({} if self.arguments.family == "encoder" else {"from_scratch": True}), **options}
+            given = {**({"from_scratch": True} if self.arguments.family in INITIAL else {}), **options}
             given = {**dict(self.arguments.option), **given}
-            model = train(self.data, own, self.model, given, seed)
-            known = self.runs.add(
-                run, score=score(model, self.test, self.folder), seconds=round(time.monotonic() - began)
-            )
+            model, rate = train(self.data, own, self.model, given, seed)
+            found = score(model, self.test, self.folder)
+            known = self.runs.add(run, score=found, rate=rate, seconds=round(time.monotonic() - began))
             shutil.rmtree(own)
         return float(known["score"])
+
+    def default_rate(self) -> float:
+        """Return the learning rate that the defaults had with the first seed."""
+        self.score({}, 0)
+        return float(self.runs.done[self.runs.key({**self.about, "options": {}, "seed": 0})]["rate"])
 
 
 def parts(name: str, size: int, num_val: int, max_length: int) -> tuple[Collection, Collection]:
@@ -157,8 +156,8 @@ def shortened(rows: list[dict[str, Any]], max_length: int) -> list[dict[str, Any
     return [{name: cut(value) for name, value in row.items()} for row in rows]
 
 
-def train(data: Collection, folder: Path, model: Path, options: Options, seed: int) -> Path:
-    """Train by the four-line config with `options`; return the model."""
+def train(data: Collection, folder: Path, model: Path, options: Options, seed: int) -> tuple[Path, float]:
+    """Train by the four-line config with `options`; return the model and the highest learning rate of a step."""
     import vembed
 
     train_file, val_file = data.write(folder / "data")
@@ -173,7 +172,9 @@ def train(data: Collection, folder: Path, model: Path, options: Options, seed: i
         "console": "quiet",
         **options,
     }
-    return vembed.train(config).model_dir
+    rates: list[float] = []
+    found = vembed.train(config, on_step=lambda step: rates.append(step.learning_rate))
+    return found.model_dir, float(f"{max(rates):.3g}")
 
 
 def train_with_peer(data: Collection, folder: Path, model: Path, max_length: int, seed: int) -> Path:
@@ -224,7 +225,7 @@ def score(model: Path, data: Collection, folder: Path) -> float:
 def peers(arguments: argparse.Namespace, known: Sequence[Options]) -> Iterator[Options]:
     """Yield the scores of both sides by seed, for those that are not known."""
     data, test = parts(arguments.collection, arguments.size, arguments.val, arguments.max_length)
-    model = MODELS[arguments.family](Path(tempfile.mkdtemp()))
+    model = made(arguments.family, arguments.models or Path(tempfile.mkdtemp()))
     for seed in range(arguments.seeds):
         found: Options = {"collection": arguments.collection, "size": arguments.size, "seed": seed}
         if any(found.items() <= one.items() for one in known):
@@ -232,7 +233,7 @@ def peers(arguments: argparse.Namespace, known: Sequence[Options]) -> Iterator[O
         folder = Path(tempfile.mkdtemp())
         if seed == 0:
             found["before"] = score(model, test, folder)
-        ours = train(data, folder / "ours", model, dict(arguments.option), seed)
+        ours, _ = train(data, folder / "ours", model, dict(arguments.option), seed)
         found["vembed"] = score(ours, test, folder)
         theirs = train_with_peer(data, folder / "theirs", model, arguments.max_length, seed)
         found["sentence-transformers"] = score(theirs, test, folder)
@@ -245,10 +246,10 @@ def search(trial: Trial) -> None:
     given = trial.arguments
     trial.before()
     has_adapters = dict(given.option).get("use_lora", False)
-    ratio = ADAPTERS if has_adapters else 1.0
-    rates = given.rates or [ratio * times * RATE[given.family] for times in RATES]
+    confirm(trial, [{}], range(1))
+    rates = given.rates or [float(f"{times * trial.default_rate():.2g}") for times in given.times]
     tried: list[Options] = [{"learning_rate": rate} for rate in rates]
-    epochs = epochs_for(given.size, 1 if given.family == "encoder" else FROM_SCRATCH)
+    epochs = epochs_for(given.size, FROM_SCRATCH if given.family in INITIAL else 1)
     tried += [{"epochs": times * epochs} for times in PASSES]
     tried += SEARCHED + (OF_ADAPTERS if has_adapters else [])
     if given.only:
@@ -297,6 +298,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="options to search; all if left out")
     parser.add_argument("--steps", nargs="*", type=int, default=[20])
     parser.add_argument("--rates", nargs="*", type=float, default=[], help="learning rates to try")
+    parser.add_argument("--times", nargs="*", type=float, default=RATES, help="the same as multiples of the default")
+    parser.add_argument("--models", type=Path, help="folder for the models that are made, to be used again")
     parser.add_argument("--full-rates", nargs="*", type=float, default=[], help="further learning rates of all weights")
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--option", nargs="*", default=[], type=_option, help="name=value, in every run")
