@@ -41,6 +41,16 @@ def test_the_rate_follows_what_is_trained() -> None:
     assert rate("adapters", family="clip", width=512) < adapters
 
 
+def test_weights_of_narrow_models_get_higher_rates_below_those_of_initial_ones() -> None:
+    for family in ("text_decoder", "clip"):
+        rates = [rate(family=family, width=width, tuned=False) for width in (512, 256, 192, 48)]
+        assert rates == sorted(rates) and rates[0] < rates[2] / 4
+    assert rate(width=192, tuned=False) < rate(width=192, new=True)
+    assert rate(width=48, tuned=False) == pytest.approx(rate(width=48, new=True) / 2)
+    wide = rate("adapters", width=384, tuned=False)
+    assert rate("adapters", width=48, tuned=False) < 3 * wide, "adapters were measured on a model of usual width"
+
+
 def test_reasons_name_rank_and_alpha() -> None:
     said = peak_rate(TrainConfig(**BASE, lora_r=8), Trained("adapters", "text_encoder", 384, True, False)).reason
     assert "rank 8, alpha 32" in said

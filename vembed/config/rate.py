@@ -35,8 +35,12 @@ smaller, up to MOST_SCRATCH."""
 MOST_SCRATCH = 2e-3
 TWO_TOWERS = 1e-5
 """Peak for CLIP and SigLIP: their towers were trained on batches of tens of thousands of pairs."""
+WIDTH_OF_TOWERS = 512
+"""Hidden size of the text tower of CLIP ViT-B, for which TWO_TOWERS is."""
 LOWEST, HIGHEST = 5e-6, 1e-4
-"""Limits of the peak for weights that are trained further."""
+"""Limits of the peak for weights that are trained further, in models at least as wide as these."""
+MOST_NARROW = 0.5
+"""Largest peak of narrower weights that are trained further, as a part of that of initial weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,14 @@ def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
     if trained.what == "head":
         return Decision(HEAD, "only layers behind the pooling are trained")
     if trained.is_new and trained.what == "weights":
-        rate = SCRATCH * (512 / trained.width if trained.width < 512 else math.sqrt(512 / trained.width))
-        rate = min(rate, MOST_SCRATCH)
-        return Decision(_two_digits(rate), f"from scratch: initial weights of {trained.width:,d} dimensions")
+        return Decision(
+            _two_digits(_of_initial(trained.width)), f"from scratch: initial weights of {trained.width:,d} dimensions"
+        )
     rate, reason = _of_weights(trained)
     if trained.what == "weights":
-        return Decision(_two_digits(rate), f"all weights: {reason}")
+        narrow = _of_narrow(trained, rate)
+        reason += f", {narrow / rate:.2g} times that of wider ones" if narrow > rate else ""
+        return Decision(_two_digits(narrow), f"all weights: {reason}")
     # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out;
     # with use_rslora it is alpha / sqrt(r), and the root of the rank is left.
     strength = config.lora_alpha * (math.sqrt(config.lora_r) if config.use_rslora else 1.0)
@@ -88,10 +94,31 @@ def _of_weights(trained: Trained) -> tuple[float, str]:
     if trained.has_scale:
         return TWO_TOWERS, f"a {kind} model"
     rate = (TUNED if trained.is_tuned else RAW) * math.sqrt(WIDTH / trained.width)
-    rate *= math.sqrt(FEW / min(max(trained.total_steps, FEWEST), FEW))
+    rate *= _of_few(trained)
     tuned = "an embedding model already" if trained.is_tuned else "no embedding model yet"
     few = f", only {trained.total_steps:,d} steps" if trained.total_steps < FEW else ""
     return min(max(rate, LOWEST), HIGHEST), f"a {kind} of {trained.width:,d} dimensions, {tuned}{few}"
+
+
+def _of_narrow(trained: Trained, rate: float) -> float:
+    """Return the peak for all weights, which rises by the square of the width where a model is narrower than those on
+    which the rates were measured, and stays below that of initial weights."""
+    usual = WIDTH_OF_TOWERS if trained.has_scale else WIDTH
+    if trained.width >= usual:
+        return rate
+    base = TWO_TOWERS if trained.has_scale else TUNED if trained.is_tuned else RAW
+    wanted = base * (usual / trained.width) ** 2 * (1.0 if trained.has_scale else _of_few(trained))
+    return max(rate, min(wanted, MOST_NARROW * _of_initial(trained.width)))
+
+
+def _of_initial(width: int) -> float:
+    """Return the peak for initial weights."""
+    return min(SCRATCH * (512 / width if width < 512 else math.sqrt(512 / width)), MOST_SCRATCH)
+
+
+def _of_few(trained: Trained) -> float:
+    """Return the factor of a run of few steps."""
+    return math.sqrt(FEW / min(max(trained.total_steps, FEWEST), FEW))
 
 
 def _two_digits(value: float) -> float:
