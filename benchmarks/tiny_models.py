@@ -23,6 +23,7 @@ from vembed.tools.train_tokenizer import train_tokenizer
 
 VOCABULARY = 4096
 NUM_PAIRS = 2000
+OF_EMBEDDING_MODELS = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "vembed.json")
 NUM_LINES, MOST_LINES = 4, 16
 """Lines of a piece of a function, and of a function in all."""
 
@@ -82,13 +83,17 @@ def _pieces(text: str) -> list[str]:
 
 
 def _trained(model: Path, data: Path, folder: Path, **options: Any) -> Path:
-    """Train initial weights by the defaults and copy the model to `folder`."""
+    """Train initial weights by the defaults and copy the model's own files to `folder`: without those that would say
+    that it is an embedding model already."""
     import vembed
 
     own = {"model_name": str(model), "from_scratch": True, "data_path": str(data), "report_to": "none"}
     with tempfile.TemporaryDirectory() as name:
         found = vembed.train({**own, "output_dir": str(Path(name, "run")), "console": "quiet", "seed": 0, **options})
-        shutil.copytree(found.model_dir, folder, dirs_exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in found.model_dir.iterdir():
+            if file.is_file() and file.name not in OF_EMBEDDING_MODELS:
+                shutil.copy(file, folder)
     return folder
 
 

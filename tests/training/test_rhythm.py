@@ -15,8 +15,10 @@ from tests import tiny
 from vembed.config.rate import Trained, peak_rate
 from vembed.config.rhythm import Size, passes, rhythm
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import with_temperature
 from vembed.training.hooks import Evaluation
 from vembed.training.patience import Patience
+from vembed.training.resume import keep_decisions
 
 BASE: dict[str, Any] = {"model_name": "m", "data_path": "d"}
 SCORED: dict[str, Any] = {**BASE, "val_data_path": "v"}
@@ -46,9 +48,20 @@ def test_weights_of_narrow_models_get_higher_rates_below_those_of_initial_ones()
         rates = [rate(family=family, width=width, tuned=False) for width in (512, 256, 192, 48)]
         assert rates == sorted(rates) and rates[0] < rates[2] / 4
     assert rate(width=192, tuned=False) < rate(width=192, new=True)
-    assert rate(width=48, tuned=False) == pytest.approx(rate(width=48, new=True) / 2)
+    assert rate(width=48, tuned=False) == pytest.approx(0.75 * rate(width=48, new=True))
     wide = rate("adapters", width=384, tuned=False)
     assert rate("adapters", width=48, tuned=False) < 3 * wide, "adapters were measured on a model of usual width"
+
+
+def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own() -> None:
+    def temperature(**options: Any) -> float:
+        return with_temperature(TrainConfig(**BASE, **options)).temperature
+
+    assert temperature(loss="cosent") == temperature(loss="angle") == 0.1
+    assert temperature() == temperature(losses=[{"loss": "cosent"}]) == 0.05
+    assert temperature(loss="cosent", temperature=0.05) == 0.05
+    again = keep_decisions(TrainConfig(**BASE, loss="cosent"), {"temperature": 0.05})
+    assert with_temperature(again).temperature == 0.05, "a resumed run keeps what its checkpoint has"
 
 
 def test_reasons_name_rank_and_alpha() -> None:

@@ -154,6 +154,8 @@ def test_every_loss_falls(loss: str, tmp_path: Path) -> None:
     assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4])
     if loss in ("cosent", "cosine"):
         assert result.metrics["spearman"] > result.metrics["before/spearman"]
+    log = (result.output_dir / "training_log.txt").read_text(encoding="utf-8")
+    assert ("temperature: 0.1 (default of loss: cosent)" in log) == (loss == "cosent")
 
 
 def test_lora_saves_the_merged_model_and_the_adapter(tmp_path: Path) -> None:

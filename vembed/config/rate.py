@@ -39,7 +39,9 @@ WIDTH_OF_TOWERS = 512
 """Hidden size of the text tower of CLIP ViT-B, for which TWO_TOWERS is."""
 LOWEST, HIGHEST = 5e-6, 1e-4
 """Limits of the peak for weights that are trained further, in models at least as wide as these."""
-MOST_NARROW = 0.5
+NARROW = 3
+"""Power of the width by which the peak rises in models narrower than those."""
+MOST_NARROW = 0.75
 """Largest peak of narrower weights that are trained further, as a part of that of initial weights."""
 
 
@@ -101,13 +103,13 @@ def _of_weights(trained: Trained) -> tuple[float, str]:
 
 
 def _of_narrow(trained: Trained, rate: float) -> float:
-    """Return the peak for all weights, which rises by the square of the width where a model is narrower than those on
+    """Return the peak for all weights, which rises by a power of the width where a model is narrower than those on
     which the rates were measured, and stays below that of initial weights."""
     usual = WIDTH_OF_TOWERS if trained.has_scale else WIDTH
     if trained.width >= usual:
         return rate
     base = TWO_TOWERS if trained.has_scale else TUNED if trained.is_tuned else RAW
-    wanted = base * (usual / trained.width) ** 2 * (1.0 if trained.has_scale else _of_few(trained))
+    wanted = base * (usual / trained.width) ** NARROW * (1.0 if trained.has_scale else _of_few(trained))
     return max(rate, min(wanted, MOST_NARROW * _of_initial(trained.width)))
 
 

@@ -18,6 +18,9 @@ ANCHOR = "anchor"
 TEXTS_ALONE = frozenset({"none", ANCHOR, "embedding", "relational", "spread_out"})
 """Losses that read texts without pairs."""
 GUIDED = frozenset({"infonce", "sigmoid", "circle"})
+ORDER_TEMPERATURE = 0.1
+"""Temperature of `loss: cosent` and `angle` where none is given: their sum runs over all comparisons of a batch, of
+which a smaller one leaves the few worst."""
 
 
 def loss_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
@@ -28,6 +31,15 @@ def loss_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
     if config.anchor_weight and all(term.loss not in ("none", ANCHOR) for _, term in terms):
         terms.append((config.anchor_weight, config.model_copy(update={"loss": ANCHOR, "losses": None})))
     return terms
+
+
+def with_temperature(config: TrainConfig) -> TrainConfig:
+    """Return the config with the temperature that suits its loss, if none is given."""
+    if config.losses is not None or config.loss not in ("cosent", "angle") or "temperature" in config.model_fields_set:
+        return config
+    found = config.model_copy(update={"temperature": ORDER_TEMPERATURE})
+    found.model_fields_set.discard("temperature")  # still a default: a learned one is not said to be given
+    return found
 
 
 def with_term(config: TrainConfig, term: LossTerm) -> TrainConfig:

@@ -233,6 +233,8 @@ def keep_decisions(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig
     if all(given[name] == saved.get(name) for name in ("val_data_path", "val_split")):
         names += ["eval_steps", "save_steps"]
     kept = {name: saved[name] for name in names if given[name] == "auto" and name in saved}
+    if "temperature" not in config.model_fields_set and "temperature" in saved:
+        kept["temperature"] = saved["temperature"]
     if "learning_rate" in kept and config.head_learning_rate is None:
         kept["head_learning_rate"] = saved["head_learning_rate"]
     return config.model_copy(update=kept)

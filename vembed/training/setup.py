@@ -13,7 +13,7 @@ import torch
 from vembed.config.rhythm import Rhythm, Size, passes, rhythm
 from vembed.config.sampling import parse_sampling
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import source_batch_sizes, task_numbers
+from vembed.config.terms import source_batch_sizes, task_numbers, with_temperature
 from vembed.cores import num_cores
 from vembed.data.batches import BatchSchedule
 from vembed.data.features import Features, Featuriser
@@ -125,7 +125,7 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         compiles=session.placement.compilation.value,
         meta=session.builds_empty,
     )
-    config = with_rate(config, embedder, session, data.total_steps)
+    config = _tempered(with_rate(config, embedder, session, data.total_steps))
     if session.placement.copies_weights:
         embedder.compute_in_bf16()
     start_head(config, embedder, featuriser, data.examples, session)
@@ -155,6 +155,14 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         source=InputSource(model, feeder, session, frozen=frozen, stores=stores, image_bytes=image_bytes),
         teachers=teachers,
     )
+
+
+def _tempered(config: TrainConfig) -> TrainConfig:
+    """Return the config with the temperature that suits its loss, and log it where it is not the usual one."""
+    found = with_temperature(config)
+    if found is not config:
+        log.info("temperature: %g (default of loss: %s)", found.temperature, found.loss)
+    return found
 
 
 def decide_rhythm(data: RunData, parts: RunModel) -> Rhythm:
