@@ -62,6 +62,8 @@ def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own() -> None
     assert temperature(loss="cosent", temperature=0.05) == 0.05
     again = keep_decisions(TrainConfig(**BASE, loss="cosent"), {"temperature": 0.05})
     assert with_temperature(again).temperature == 0.05, "a resumed run keeps what its checkpoint has"
+    same = keep_decisions(TrainConfig(**BASE, learn_temperature=True), {"temperature": 0.05})
+    assert "temperature" not in same.model_fields_set, "a learned one goes on from the model's own"
 
 
 def test_reasons_name_rank_and_alpha() -> None:

@@ -111,6 +111,8 @@ def test_mistakes_are_one_sentence(config: Path, tmp_path: Path, monkeypatch: py
 def test_only_what_has_an_effect_is_searched() -> None:
     base = {"model_name": "m", "data_path": "d", "learning_rate": 1e-4}
     assert "temperature" not in [one.option for one in ranges(TrainConfig(**base, loss="cosine"))]
+    starts = {one.option: one.start for one in ranges(TrainConfig(**base, loss="cosent"))}
+    assert starts["temperature"] == 0.1, "what the first trial has"
     assert "batch_size" not in [one.option for one in ranges(TrainConfig(**base, global_batch_size=64))]
     rate = next(one for one in ranges(TrainConfig(**base)) if one.option == "learning_rate")
     assert rate.low < rate.start == 1e-4 < rate.high

@@ -11,6 +11,7 @@ from typing import Any
 
 from vembed.config.fsdp import PRECISIONS, Precision
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import with_temperature
 from vembed.errors import UserError
 from vembed.saving.durability import write_durably
 from vembed.training.finished import FINAL, FinishedRun, finished_run
@@ -233,7 +234,8 @@ def keep_decisions(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig
     if all(given[name] == saved.get(name) for name in ("val_data_path", "val_split")):
         names += ["eval_steps", "save_steps"]
     kept = {name: saved[name] for name in names if given[name] == "auto" and name in saved}
-    if "temperature" not in config.model_fields_set and "temperature" in saved:
+    usual = with_temperature(config)
+    if usual is not config and saved.get("temperature", usual.temperature) != usual.temperature:
         kept["temperature"] = saved["temperature"]
     if "learning_rate" in kept and config.head_learning_rate is None:
         kept["head_learning_rate"] = saved["head_learning_rate"]

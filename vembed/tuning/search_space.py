@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from vembed.config.rate import rate_of
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import READS, losses_of
+from vembed.config.terms import READS, losses_of, with_temperature
 from vembed.errors import UserError
 
 Value = float | int
@@ -81,7 +81,7 @@ def _all(config: TrainConfig) -> list[Range]:
     rate = rate_of(config)
     found = [Range("learning_rate", rate, rate / 8, rate * 8)]
     if any("temperature" in READS[loss] for loss in losses_of(config)) and config.losses is None:
-        start = config.temperature
+        start = with_temperature(config).temperature
         found.append(Range("temperature", start, min(max(start / 5, 0.005), start), max(min(start * 4, 1.0), start)))
     if config.global_batch_size is None:
         size = config.batch_size
