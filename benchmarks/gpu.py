@@ -16,6 +16,7 @@ from benchmarks.gpu_correctness import run_correctness
 from benchmarks.gpu_memory import run_memory
 from benchmarks.gpu_record import Record, machine
 from benchmarks.gpu_speed import run_speed
+from vembed.distributed.devices import enable_expandable_segments
 
 PARTS: dict[str, Callable[[Record, Path], None]] = {
     "correctness": run_correctness,
@@ -40,6 +41,8 @@ def main(given: Sequence[str] | None = None) -> int:
         print("there is no CUDA GPU here; --small runs every part with tiny models on a CPU", file=sys.stderr)
         return 2
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if has_gpu:  # as a run does at its start: the allocator reads the setting once, and rows without a run come first
+        enable_expandable_segments()
     logging.getLogger("vembed").setLevel(logging.WARNING)
     device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
     record = Record(arguments.out, device, arguments.small, arguments.seconds, arguments.row)

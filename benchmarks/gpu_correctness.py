@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.gpu_models import BERT, QWEN_SMALL, Shape, make_model, make_rows, small, write_data
-from benchmarks.gpu_record import NotMeasuredError, Record, Trained, Values, relative, require, train
+from benchmarks.gpu_record import NotMeasuredError, Record, Trained, Values, quick_compiler, relative, require, train
 from vembed.config.resolved import Decision, ResolvedRun, Strategy
 from vembed.config.schema import TrainConfig
 from vembed.distributed import placement
 from vembed.distributed.estimate import ModelSize
-from vembed.models import packing, precision
+from vembed.models import packing
 from vembed.training.step import ContrastiveStep
 
 HALF_TOLERANCE = 0.03
@@ -89,7 +89,7 @@ def attention(record: Record, size: int, groups: int, causal: bool, window: int 
     found = torch.autograd.grad((output.float() * weight).sum(), (query, key, value))
     wanted = torch.autograd.grad((reference * weight).sum(), (query, key, value))
     pairs = {"forward": (output, reference), **dict(zip("qkv", zip(found, wanted, strict=True), strict=True))}
-    values = {name: _difference(one.float(), other.float()) for name, (one, other) in pairs.items()}
+    values = {name: _difference(one.detach().float(), other.detach().float()) for name, (one, other) in pairs.items()}
     limit = HALF_TOLERANCE if dtype == torch.bfloat16 else TOLERANCE
     require(max(values.values()) < limit, f"off by {values}, at most {limit} is allowed")
     return values
@@ -144,13 +144,8 @@ def gradient_rows(record: Record, run: Run, model: Path, folder: Path) -> None:
 
     def same(name: str, options: Values) -> Values:
         wanted = reference("float32", exact)
-        # On a CPU inductor compiles C++ for minutes; the graphs are the same with aot_eager.
-        backend = "aot_eager" if record.is_small else "inductor"
         place = folder / f"same-{name.replace(' ', '-')}"
-        with (
-            patch.object(precision, "compile_layers", partial(precision.compile_layers, backend=backend)),
-            sharded_alone() if "use_fsdp" in options else nullcontext(),
-        ):
+        with quick_compiler(record), sharded_alone() if "use_fsdp" in options else nullcontext():
             found = run(place, **{**exact, **options})
         if "use_fsdp" in options:
             require("strategy: fsdp" in (place / "training_log.txt").read_text(), "the model was not sharded")
@@ -160,6 +155,20 @@ def gradient_rows(record: Record, run: Run, model: Path, folder: Path) -> None:
 
     for name, options in variants.items():
         record.row("correctness", f"equal gradients: {name}", partial(same, name, options), limit=60)
+
+    def replayed() -> Values:
+        # The dropout masks of the second forward pass must be those of the first, also inside of attention kernels.
+        dropping = make_model(small(BERT), folder / "dropping", torch.device("cpu"), dropout=0.1)
+        options = {**exact, "model_name": str(dropping), "micro_batch_tokens": 128}
+        options["mixed_precision"] = "bf16" if record.device.type == "cuda" else "no"
+        kept, cached = (
+            run(folder / f"dropout-{cache}", **{**options, "use_gradient_cache": cache}) for cache in (False, True)
+        )
+        off = relative(cached.weights(), kept.weights(), load_file(dropping / "model.safetensors"))
+        require(off < TOLERANCE, f"gradients are off by {off:.1e}")
+        return {"gradients": off}
+
+    record.row("correctness", "equal gradients: Gradient Cache with dropout", replayed, limit=60)
 
     def narrow() -> Values:
         if record.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Memory on the device: the figure of `vembed plan` against the measured peak, and the loss alone."""
+"""Memory on the device: the figure of `vembed plan` against the measured peak, and that of the loss alone."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu_loss import loss_alone_row
 from benchmarks.gpu_models import QWEN_LARGE, SHAPES, Shape, make_model, make_rows, remove, small, write_data
 from benchmarks.gpu_record import NotMeasuredError, Record, Values, require, train
-from benchmarks.loss import make_batch
 from vembed.config.loading import resolve_run
-from vembed.config.schema import TrainConfig
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.estimate import GIB, measure
 from vembed.distributed.placement import place
-from vembed.losses.build import build_loss
 
 WITHIN = 0.15
 """Largest relative difference of the predicted and the measured peak."""
@@ -28,8 +26,7 @@ MICRO_BATCH_TOKENS = 8192
 def run_memory(record: Record, folder: Path) -> None:
     """Measure every row of this part."""
     quantized = replace(QWEN_LARGE, name="qwen3-8b-qlora", options=(("use_qlora", True), ("lora_dropout", 0.0)))
-    rows = 512 if record.is_small else 131_072
-    record.row("memory", f"loss alone, {rows:,d} rows", partial(loss_alone, record, rows), limit=60)
+    loss_alone_row(record)
     for whole in (*SHAPES, quantized):
         shape = small(whole) if record.is_small else whole
         record.row("memory", shape.name, partial(peak, record, shape, folder), limit=110 if "8b" in shape.name else 45)
@@ -67,28 +64,3 @@ def peak(record: Record, shape: Shape, folder: Path) -> Values:
     require(measured <= limit, f"{values}: at most {limit} GB are allowed")
     require(abs(values["off"]) <= WITHIN, f"{values}: the prediction is off by more than {WITHIN:.0%}")
     return values
-
-
-def loss_alone(record: Record, rows: int) -> Values:
-    """Measure time and memory of the loss and its gradient, beyond the embeddings and their gradient."""
-    batch = make_batch(rows, 256)
-    moved = {
-        name: getattr(batch, name).to(record.device)
-        for name in ("content", "query", "positive", "example", "negative", "negative_example")
-    }
-    embeddings = batch.embeddings.detach().to(record.device).requires_grad_()
-    batch = replace(batch, embeddings=embeddings, **moved)
-    loss = build_loss(TrainConfig(model_name="", data_path=""))
-    on_gpu = record.device.type == "cuda"
-    before = 0
-    if on_gpu:
-        loss.to(record.device)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    value = loss(batch)
-    value.backward()
-    finite = bool(torch.isfinite(value))
-    require(finite, "the loss is not finite")
-    beyond = (torch.cuda.max_memory_allocated() - before - embeddings.nbytes) / GIB if on_gpu else None
-    return {"loss": float(value.detach()), "gb_beyond_embeddings_and_gradient": beyond}

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from benchmarks.cases import Row, write_rows
+from tests.tiny import add_sentence_transformers_files
 from tests.tiny_tokenizers import WORDS, clip_tokenizer, qwen_tokenizer, qwen_vl_tokenizer, wordpiece_tokenizer
 
 MEAN_WORDS = 80
@@ -194,6 +195,10 @@ def _qwen3(shape: Shape, folder: Path, dropout: float) -> Callable[[], PreTraine
     tokenizer = qwen_tokenizer()
     tokenizer.model_max_length = shape.max_length
     tokenizer.save_pretrained(folder)
+    # As Qwen3-Embedding is published. Without these files Sentence Transformers would take the mean of a decoder.
+    add_sentence_transformers_files(
+        folder, pooling="last", similarity="cosine", hidden_dim=shape.hidden, max_seq_length=shape.max_length
+    )
     config = Qwen3Config(**_decoder(shape), attention_dropout=dropout, pad_token_id=0, bos_token_id=0, eos_token_id=2)
     return lambda: Qwen3Model(config)
 

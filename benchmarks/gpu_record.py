@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -21,6 +23,7 @@ from torch import Tensor
 
 import vembed
 from benchmarks.cases import SEED
+from vembed.models import precision
 
 Values = dict[str, Any]
 PACKAGES = (
@@ -105,6 +108,14 @@ def _alarm(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def quick_compiler(record: Record) -> Iterator[None]:
+    """Compile small models without inductor, whose C++ takes minutes on a CPU; the graphs are the same."""
+    backend = "aot_eager" if record.is_small else "inductor"
+    with patch.object(precision, "compile_layers", partial(precision.compile_layers, backend=backend)):
+        yield
 
 
 def _short(value: Any) -> str:

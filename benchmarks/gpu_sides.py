@@ -32,8 +32,9 @@ def train_elsewhere(
     record: Record, shape: Shape, model: Path, rows: list[Row], images: Path, folder: Path, steps: int
 ) -> Elsewhere:
     """Train with each of the peer's settings and return the fastest."""
-    if find_spec("sentence_transformers") is None:
-        raise NotMeasuredError("sentence-transformers is not installed")
+    for package in ("sentence_transformers", "datasets"):  # its trainer needs both
+        if find_spec(package) is None:
+            raise NotMeasuredError(f"{package} is not installed")
     cached = bool(dict(shape.options).get("use_gradient_cache"))
     found = []
     for tokens in (MINI_BATCH_TOKENS if not record.is_small else MINI_BATCH_TOKENS[:1]) if cached else (0,):

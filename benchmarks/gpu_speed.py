@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.cases import Row
-from benchmarks.gpu_models import SHAPES, Shape, count_parameters, make_model, make_rows, remove, small, write_data
-from benchmarks.gpu_record import NotMeasuredError, Record, Values, train
+from benchmarks.gpu_loss import loss_rows
+from benchmarks.gpu_models import (
+    BERT,
+    QWEN_SMALL,
+    SHAPES,
+    Shape,
+    count_parameters,
+    make_model,
+    make_rows,
+    remove,
+    small,
+    write_data,
+)
+from benchmarks.gpu_record import NotMeasuredError, Record, Values, quick_compiler, train
 from benchmarks.gpu_sides import train_elsewhere
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item, Kind
@@ -26,10 +39,18 @@ SAME_LOSS = 0.03
 def run_speed(record: Record, folder: Path) -> None:
     """Measure every row of this part."""
     peak = record.row("speed", "matrix product", lambda: matrix_peak(record), limit=30).get("flops", 0.0)
+    loss_rows(record)
     for whole in SHAPES:
         shape = small(whole) if record.is_small else whole
         seconds = 150.0 if "8b" in shape.name else 75.0
         record.row("speed", shape.name, partial(speed, record, shape, peak, folder), limit=seconds)
+        remove(folder / shape.name)
+    # Last, so that a lack of time takes no other row: compiling takes a while, and long runs do it by default.
+    for whole in (BERT, QWEN_SMALL):
+        shape = replace(small(whole) if record.is_small else whole, options=(*whole.options, ("torch_compile", True)))
+        measure = partial(speed, record, shape, peak, folder, with_peer=False)
+        with quick_compiler(record):
+            record.row("speed", f"{shape.name}, compiled", measure, limit=100)
         remove(folder / shape.name)
 
 
@@ -53,8 +74,8 @@ def _wait(record: Record) -> None:
         torch.cuda.synchronize()
 
 
-def speed(record: Record, shape: Shape, peak: float, folder: Path) -> Values:
-    """Train the same rows with vembed and with Sentence Transformers."""
+def speed(record: Record, shape: Shape, peak: float, folder: Path, *, with_peer: bool = True) -> Values:
+    """Train the same rows with vembed and, `with_peer`, with Sentence Transformers."""
     steps = 2 if record.is_small else STEPS
     room = folder / shape.name
     model = make_model(shape, room / "model", record.device)
@@ -75,6 +96,8 @@ def speed(record: Record, shape: Shape, peak: float, folder: Path) -> Values:
         "step_seconds": ours.seconds,
     }
     record.free()
+    if not with_peer:
+        return values
     try:
         theirs = train_elsewhere(record, shape, model, rows, data.parent, room / "peer", steps)
     except NotMeasuredError as reason:

@@ -59,7 +59,7 @@ def plain_loss(batch: LossBatch, config: TrainConfig) -> Tensor:
     content = batch.content[documents]
     mask = content[None, :] == batch.content[batch.positive][:, None]
     mask |= content[None, :] == batch.content[batch.query][:, None]
-    labels = torch.arange(batch.num_rows)
+    labels = torch.arange(batch.num_rows, device=mask.device)
     mask[labels, labels] = False
     dims = config.mrl_dims if config.use_mrl and config.mrl_dims else [batch.embeddings.shape[1]]
     loss = batch.embeddings.new_zeros(())

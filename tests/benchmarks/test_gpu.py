@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from benchmarks.gpu_record import NotMeasuredError, Record
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 """Other libraries train here as well, and warn."""
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def rows(tmp_path: Path, *options: str) -> dict[str, dict[str, Any]]:
@@ -48,6 +53,50 @@ def test_speed_and_memory_on_tiny_models(tmp_path: Path) -> None:
     assert found["clip-vit-b16"]["status"] == "ok"
     spoken = rows(tmp_path, "--part", "memory", "--row", "qwen3-vl")["qwen3-vl-2b"]
     assert spoken["predicted_gb"] > 0
+
+
+def test_one_process_was_left_whole_where_the_row_says_fsdp2(tmp_path: Path) -> None:
+    # The row compared a plain run with a plain run. It fails now unless the log tells of shards.
+    assert rows(tmp_path, "--row", "FSDP2")["equal gradients: FSDP2 on a mesh of one"]["gradients"] < 1e-3
+
+
+def test_a_replay_with_dropout_gives_the_same_gradients(tmp_path: Path) -> None:
+    assert rows(tmp_path, "--row", "with dropout")["equal gradients: Gradient Cache with dropout"]["gradients"] < 1e-3
+
+
+def test_decoders_were_pooled_differently_by_the_two_sides(tmp_path: Path) -> None:
+    # A folder without Sentence Transformers' files: the last token here, the mean there, so no ratio at all.
+    pytest.importorskip("sentence_transformers")
+    found = rows(tmp_path, "--part", "speed", "--row", "qwen3-0.6b")["qwen3-0.6b"]
+    assert found["first_losses_differ_by"] < 1e-3 and isinstance(found["ratio"], float)
+
+
+def test_the_loss_is_compared_with_the_plain_matrix(tmp_path: Path) -> None:
+    found = rows(tmp_path, "--row", "loss")
+    assert [row["status"] for row in found.values()] == ["ok"] * 3
+    assert found["loss, 256 rows"]["off"] < 1e-4 and found["loss, 256 rows"]["tiled_seconds"] > 0
+
+
+MISSING = ("pytrec_eval", "datasets", "bitsandbytes", "flash_attn", "torchao", "bm25s")
+"""Packages that a machine may lack on which the benchmark has to run."""
+
+
+def test_a_missing_package_ended_every_training(tmp_path: Path) -> None:
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({MISSING!r}))"
+    out = tmp_path / "gpu.json"
+    words = ["--small", "--out", str(out)]
+    runs = "".join(f"; code |= main({[*words, '--row', row]!r})" for row in ("QLoRA", "bert-base"))
+    # Both parts with a row of this name: the memory part trains as well, and needs no peer.
+    code = f"{blocked}; from benchmarks.gpu import main; code = 0{runs}; sys.exit(code)"
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], check=False, capture_output=True, text=True, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stdout
+    found = {(row["part"], row["name"]): row for row in json.loads(out.read_text())["rows"]}
+    speed, memory = found["speed", "bert-base"], found["memory", "bert-base"]
+    assert speed["samples_per_second"] > 0 and speed["peer"] == "skipped: datasets is not installed"
+    assert memory["status"] == "ok"
+    assert "QLoRA: status=skipped, reason=bitsandbytes is not installed" in ran.stdout
 
 
 def test_a_row_that_fails_or_has_no_time_leaves_the_others(tmp_path: Path) -> None:

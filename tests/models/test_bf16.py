@@ -21,7 +21,7 @@ from vembed.config.schema import TrainConfig
 from vembed.distributed import placement
 from vembed.distributed.environment import RankInfo
 from vembed.families.backbones import layers_of
-from vembed.models import cpu_kernels
+from vembed.models import bf16, cpu_kernels
 from vembed.models.bf16 import Bf16LayerNorm, Bf16Linear, WeightCopies, holding_copies, use_bf16
 
 STEP = 2.0**-8
@@ -71,6 +71,32 @@ def test_layer_norms_have_float32_statistics() -> None:
     wanted = nn.functional.layer_norm(values.double(), (64,), norm.weight.double(), norm.bias.double())
     assert norm(values).dtype == norm(values.float()).dtype == torch.bfloat16
     assert_close(norm(values), wanted, wanted.abs(), 1)
+
+
+def test_layer_norms_went_through_float32_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bf16, "_is_on_gpu", lambda values: True)
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(64)
+    nn.init.normal_(norm.weight, 1.0, 0.1)
+    values = torch.randn(50, 64).to(torch.bfloat16).requires_grad_()
+    exact = nn.LayerNorm(64).double()
+    exact.load_state_dict(norm.state_dict())
+    wanted = exact(values.detach().double()).detach()
+    assert use_bf16(nn.Sequential(norm)) == 1
+    kept: list[Tensor] = []
+
+    def keep(one: Tensor) -> Tensor:
+        kept.append(one)
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one), torch.autocast("cpu", torch.bfloat16):
+        found = norm(values)
+    assert found.dtype == torch.bfloat16
+    assert all(one.dtype == torch.bfloat16 for one in kept if one.numel() >= values.numel()), "half of the memory"
+    # Weight and output are rounded to 8 bits each, the products between them to none.
+    assert float((found.detach().double() - wanted).abs().max()) < 2 * STEP * float(wanted.abs().max())
+    found.sum().backward()
+    assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -95,7 +95,7 @@ def reads_of(model: EmbeddingModel, batch: dict[str, Tensor]) -> int:
     return reads.num_reads
 
 
-def test_reads_from_the_device_do_not_grow_with_images_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_image_was_waited_for_in_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = made(tiny.tiny_qwen3_vl)
     assert batch[LONGEST].shape[0] == max((height // 16) * (width // 16) for width, height in SIZES)
 

@@ -44,7 +44,7 @@ def step_between_machines() -> tuple[list[dict[str, Any]], int]:
 
 
 @pytest.mark.promise("A24")
-def test_hybrid_shard_sums_between_machines_after_the_last_micro_batch_alone() -> None:
+def test_machines_were_summed_after_every_micro_batch() -> None:
     """Of CLIP, whose root unit holds parameters of both towers, while a micro-batch uses one."""
     plain = wanted("clip")
     for results, count in run_ranks(step_between_machines, 4, process_group=False):

@@ -20,6 +20,7 @@ from vembed.distributed.estimate import measure
 from vembed.distributed.placement import Placement, place
 from vembed.errors import UserError
 from vembed.families.decisions import describe
+from vembed.models.bf16 import Bf16Linear
 from vembed.models.embedding_model import build_model
 from vembed.tools.export import run_export
 from vembed.tools.plan import run_plan
@@ -45,6 +46,20 @@ def test_plan_counts_parameters_and_divides_them() -> None:
     assert sharded.gradients == need.gradients, "between the micro-batches of a step they are whole"
     assert need.gathered == 0 and sharded.gathered == 4 * size.total, "which fits in a fifth of the memory"
     assert placed(4, use_fsdp=True, fsdp_reshard_after_forward=True).predict(size).gathered < sharded.gathered
+
+
+def test_plan_left_out_the_copies_of_weights_in_bfloat16() -> None:
+    wide, narrow = placed(mixed_precision="no"), placed(mixed_precision="bf16")
+    size = measure(wide.run.config)
+    assert wide.predict(size).copies == 0 and placed(2, use_fsdp=True, mixed_precision="bf16").predict(size).copies == 0
+    model = build_model(narrow.run.config, describe(narrow.run.config))
+    model.compute_in_bf16()
+    inside = [one for one in model.modules() if isinstance(one, Bf16Linear)]
+    made = sum(2 * one.numel() for layer in inside for one in layer.parameters())
+    assert narrow.predict(size).copies == pytest.approx(made, rel=0.02), "norms are counted too, and are small"
+    adapters = placed(mixed_precision="bf16", use_lora=True, torch_dtype="bfloat16")
+    of_adapters = measure(adapters.run.config)
+    assert adapters.predict(of_adapters).copies == 2 * of_adapters.trained
 
 
 def test_plan_reads_the_options_of_the_batch() -> None:

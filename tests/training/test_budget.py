@@ -43,7 +43,7 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(monkeypatch:
     config, size = placement.run.config, measure(placement.run.config)
     model = build_model(config, describe(config))
     need = placement.predict(size)
-    held = Demand(need.weights + need.gradients, placement.demand(size).per_token)
+    held = Demand(need.weights + need.copies + need.gradients, placement.demand(size).per_token)
     monkeypatch.setattr(budget, "measure_demand", lambda *_: held)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (placement.memory, placement.memory))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
@@ -54,10 +54,10 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(monkeypatch:
     assert (found.micro_batch_tokens, found.kept_graph_tokens) == placement.tokens(
         placement.demand(size), size.max_length
     )
-    states = replace(placement.demand(size), fixed=need.weights + need.gradients)
+    states = replace(placement.demand(size), fixed=held.fixed)
     assert found.kept_graph_tokens < placement.tokens(states, size.max_length)[1], "the optimizer's state is to come"
     graphs = found.kept_graph_tokens * held.per_token
-    assert need.states + need.loss + graphs == pytest.approx(0.8 * placement.memory, rel=0.01)
+    assert need.states + need.copies + need.loss + graphs == pytest.approx(0.8 * placement.memory, rel=0.01)
 
 
 def test_casts_of_weights_were_counted_as_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

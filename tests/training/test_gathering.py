@@ -59,7 +59,7 @@ CASES: list[dict[str, Any]] = [{"use_gradient_cache": True}, {"use_gradient_cach
 
 
 @pytest.mark.promise("E01")
-def test_gathered_once_per_step(tmp_path: Path) -> None:
+def test_units_were_gathered_twice_in_a_step_with_gradient_cache(tmp_path: Path) -> None:
     runs = []
     for number, more in enumerate(CASES):
         for once in ({}, {"fsdp_reshard_after_forward": True}):

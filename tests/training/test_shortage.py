@@ -15,10 +15,17 @@ from tests.tiny import shared, tiny_bert
 from tests.training.test_run import metrics, settings
 from tests.training.tiny_run import config_for
 from vembed.config.fsdp import FsdpConfig
+from vembed.config.loading import resolve_run
+from vembed.config.schema import TrainConfig
+from vembed.distributed.environment import RankInfo
+from vembed.distributed.hardware import GPUS
+from vembed.distributed.placement import place
 from vembed.errors import RunError
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.training.budget import find_budget
-from vembed.training.shortage import MemoryGuard
+from vembed.training.budget import Budget, find_budget
+from vembed.training.shortage import MemoryGuard, advice
+
+H100 = next(one for one in GPUS if one.name == "H100-80GB")
 
 
 @pytest.fixture
@@ -78,3 +85,42 @@ def test_no_budget_is_small_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     fail_at(monkeypatch, set(range(1, 100)))
     with pytest.raises(RunError, match=r"out of device memory .*1\. micro_batch_tokens.*use_lora: true"):
         vembed.train(settings(tmp_path, micro_batch_tokens=200, val_data_path=None, kept_graph_tokens=10**6))
+
+
+def test_chunks_of_rows_got_advice_about_tokens_without_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None
+) -> None:
+    # The chunk was halved to one row, and the step replayed 30 times more until the tokens were few too.
+    fail_at(monkeypatch, set(range(1, 100)))
+    with pytest.raises(RunError, match=r"gradient_cache_chunk_size: 1 \(now 1\)") as caught:
+        vembed.train(settings(tmp_path, gradient_cache_chunk_size=4, val_data_path=None, kept_graph_tokens=10**6))
+    assert "micro_batch_tokens" not in str(caught.value)
+    said = (tmp_path / "run" / "training_log.txt").read_text()
+    assert "of 2 rows instead of 4" in said and said.count("the step is replayed") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "wanted", "absent"),
+    [
+        ({"fsdp_version": 1}, RankInfo(0, 2, 0, 2), "fsdp_offload_params: true", "adamw_8bit"),
+        ({}, RankInfo(0, 2, 0, 2), "optim: adamw_8bit", "fsdp_sharding_strategy"),
+        ({}, RankInfo(0, 2, 0, 2), "fsdp_reshard_after_forward: true", "over all machines"),
+        ({"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}, RankInfo(0, 2, 0, 2),
+         "fsdp_sharding_strategy: FULL_SHARD", "fsdp_reshard_after_forward"),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, RankInfo(0, 4, 0, 2),
+         "fsdp_sharding_strategy: FULL_SHARD (over all machines: about", "use_fsdp"),
+    ],
+    ids=["FSDP1", "FSDP2", "gathered", "gathered by FSDP1", "hybrid"],
+)  # fmt: skip
+def test_under_fsdp_the_advice_named_what_does_not_go_there(
+    options: dict[str, Any], ranks: RankInfo, wanted: str, absent: str
+) -> None:
+    config = TrainConfig(model_name=str(shared(tiny_bert)), data_path="-", use_fsdp=True, **options)
+    placement = place(resolve_run(config, env={}), ranks, torch.device("cuda"), H100.memory, gpu=H100)
+    session = SimpleNamespace(
+        placement=placement, device=torch.device("cpu"), rank=ranks.rank, world_size=ranks.world_size, strategy="fsdp",
+        keeps_gathered=placement.keeps_gathered(1.0),
+    )  # fmt: skip
+    said = advice(session, Budget(8192, None, 8192, None))  # type: ignore[arg-type]
+    assert wanted in said and absent not in said
+    assert "micro_batch_tokens: 4096 (now 8,192)" in said

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.test_checkpoint import starting
 from tests.training.tiny_run import assert_same, config_for
+from vembed.distributed.parameters import clip_gradients
 from vembed.errors import RunError
 from vembed.training import update as module
 from vembed.training.loop_state import LoopState
@@ -33,6 +35,30 @@ def train(run, state, tmp_path, overflows):
         scales.append(state.scale.value)
     run.state = asdict(state)
     return scales
+
+
+class Multiplications(TorchDispatchMode):
+    """Counts operations that multiply in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if "mul" in name:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_clipping_was_one_kernel_for_each_tensor() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(5)]
+    for one in parameters:
+        one.grad = torch.ones(3)
+    with Multiplications() as seen:
+        clip_gradients(parameters, 0.5)
+    assert seen.names == ["_foreach_mul_"]
+    assert all(one.grad.tolist() == [0.5] * 3 for one in parameters)
 
 
 NO, YES = False, True

@@ -62,6 +62,8 @@ class Memory:
     optimizer: float
     gathered: float
     """Parameters of other shards that are here for the moment."""
+    copies: float
+    """bfloat16 copies of float32 weights."""
     activations: float
     loss: float
     """Embeddings of the global batch, and the loss."""
@@ -74,7 +76,7 @@ class Memory:
     @property
     def total(self) -> float:
         """All of it."""
-        return self.states + self.gathered + self.activations + self.loss
+        return self.states + self.gathered + self.copies + self.activations + self.loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Demand:
     """Bytes that one process needs in a step, estimated from the model's shapes or measured on the model."""
 
     fixed: float
-    """Weights, whole gradients, optimizer state, gathered parameters, and the loss."""
+    """Weights and their copies, whole gradients, optimizer state, gathered parameters, and the loss."""
     per_token: float
     """For each token whose graph is there."""
 
@@ -148,6 +150,13 @@ def optimizer_bytes(config: TrainConfig, size: ModelSize) -> float:
     """Return the bytes of the optimizer's state for the whole model."""
     is_half = config.pure_dtype and config.torch_dtype == "bfloat16"  # the moments have the dtype of the weights
     return size.trained * OPTIMIZER_BYTES[config.optim] * (0.5 if is_half else 1.0)
+
+
+def copied_bytes(size: ModelSize) -> float:
+    """Return the bytes of bfloat16 copies of the weights inside the layers, as `vembed.models.bf16` makes them of those
+    that are float32: of all, or of adapters alone."""
+    is_wide = size.weight_bytes > 3.0 * size.total
+    return 2.0 * (min(size.layer_parameters * size.num_layers, size.total) if is_wide else size.trained)
 
 
 def tokens_of_a_batch(config: TrainConfig, rows: int, max_length: int) -> int:

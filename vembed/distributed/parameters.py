@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vembed.distributed import collectives
 from vembed.models.names import plain_name
 
 NAMES_SHOWN = 3
+_RESETS = torch.__version__ >= "2.13"
+"""True if FSDP2 itself can forget an iteration that an exception has ended."""
 
 log = logging.getLogger("vembed")
 
@@ -189,18 +193,50 @@ def discard_passes(model: nn.Module) -> None:
     gradients of unsharded parameters would be added to those of the next step. Units are sharded again.
     """
     if isinstance(model, FSDPModule):
-        if torch.__version__ >= "2.13":
+        if _RESETS:
             model.reset_iter_state()
+        else:
+            _reset_iteration(model)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-                for group in module._get_fsdp_state()._fsdp_param_groups:
+                for group in _groups_of(module._get_fsdp_state()):
                     for one in group.fsdp_params:
                         one.unsharded_accumulated_grad = None
                         if "_unsharded_param" in vars(one):
                             one._unsharded_param.grad = None
     forget_forward(model)
     model.zero_grad(set_to_none=True)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return the groups of parameters in the state of a unit of FSDP2: several since torch 2.13, before one or none."""
+    groups = vars(state).get("_fsdp_param_groups")
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def _reset_iteration(model: FSDPModule) -> None:
+    """Do what `reset_iter_state` does, which torch has since 2.13."""
+    root = model._get_fsdp_state()
+    context, communication = root._state_ctx, root._comm_ctx
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # collectives that are under way, in streams of their own
+    if "post_forward_order" in vars(communication):  # otherwise no forward pass has begun
+        communication.all_gather_state = communication.reduce_scatter_state = None  # type: ignore[attr-defined]
+        vars(communication).get("reduce_scatter_states", []).clear()  # since torch 2.13
+        communication.post_forward_order.clear()
+    for state in context.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        for group in _groups_of(state):
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+            group._all_gather_result = group._all_reduce_state = group._partial_reduce_output = None
+            group._post_reduce_event = group._reshard_after_forward_event = None
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
 
 
 def global_grad_norm(model: nn.Module, replicated: Iterable[nn.Parameter] = ()) -> Tensor:

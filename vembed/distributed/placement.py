@@ -259,6 +259,7 @@ class Placement:
             gradients=size.gradient_bytes * (1.0 if whole_gradients else held),
             optimizer=estimate.optimizer_bytes(self.run.config, size) * held,
             gathered=gathered,
+            copies=estimate.copied_bytes(size) if self.copies_weights else 0.0,
             activations=0.0,
             loss=self.loss_bytes(size.hidden),
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pytrec_eval
 import torch
 from torch import Tensor
 
@@ -260,6 +259,8 @@ def score_rankings(
     judged = {str(q): {str(doc): grade for doc, grade in grades.items()} for q, grades in enumerate(relevance)}
     # trec_eval sorts by score and breaks ties by name. Using the negative position as score keeps our order.
     run = {str(q): {str(doc): -float(i) for i, doc in enumerate(row) if doc >= 0} for q, row in enumerate(rankings)}
+    import pytrec_eval  # here, so that what is trained without evaluation does without it
+
     found = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(run)
     values = np.zeros((len(rankings), len(names)))
     for query, figures in found.items():

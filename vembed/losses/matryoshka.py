@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ class PrefixTable:
         """Return the scores [K, P] of the pairs (left_n, right_n) at all K sizes."""
         product = self.x[left] * self.x[right]
         # Sum each size's own coordinates once; the running sum over sizes gives every prefix.
-        scores = torch.stack([product[:, part].sum(1) for part in self.similarity.parts]).cumsum(0)
+        scores = _running_sums(product[:, part].sum(1) for part in self.similarity.parts)
         if self.prefix_scales is not None:
             scores[:-1] *= self.prefix_scales[:, left] * self.prefix_scales[:, right]
         return scores
@@ -107,7 +108,7 @@ class PrefixTable:
             _add(self.norm_grad, 1, left, norm_grad)
             _add(self.norm_grad, 1, right, norm_grad)
         # A coordinate is part of every size that is large enough: a suffix sum over sizes, [K, P].
-        d_parts = d_products.flip(0).cumsum(0).flip(0)
+        d_parts = _running_sums(d_products.flip(0)).flip(0)
         for part, d_part in zip(self.similarity.parts, d_parts, strict=True):
             _add(self.dx[:, part], 0, left, self.x[right, part] * d_part[:, None])
             _add(self.dx[:, part], 0, right, self.x[left, part] * d_part[:, None])
@@ -148,8 +149,14 @@ def chunks(num: int, size: int) -> list[slice]:
 
 def _inverse_prefix_norms(x: Tensor, similarity: Similarity) -> Tensor:
     """Return [K, n], the inverse norm of each prefix; 0 for a zero vector."""
-    squares = torch.stack([x[:, part].square().sum(1) for part in similarity.parts]).cumsum(0)
+    squares = _running_sums(x[:, part].square().sum(1) for part in similarity.parts)
     return torch.where(squares > 0, squares.rsqrt(), torch.zeros_like(squares))
+
+
+def _running_sums(parts: Iterable[Tensor]) -> Tensor:
+    """Return the sums of the first 1, 2, ... parts, stacked. Not by cumsum, which has no deterministic kernel for
+    floating-point numbers on GPUs, so that `deterministic: true` would refuse it."""
+    return torch.stack(list(accumulate(parts)))
 
 
 def _add(target: Tensor, axis: int, positions: Positions, value: Tensor) -> None:

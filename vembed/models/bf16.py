@@ -106,12 +106,22 @@ class _Linear(torch.autograd.Function):
         )
 
 
+def _is_on_gpu(values: Tensor) -> bool:
+    return values.device.type == "cuda"
+
+
 class Bf16LayerNorm(nn.LayerNorm):
     """nn.LayerNorm with float32 weights and statistics, and output in bfloat16."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the norm to float32 or bfloat16."""
-        return super().forward(input).to(torch.bfloat16)
+        if not _is_on_gpu(input):
+            return super().forward(input).to(torch.bfloat16)
+        # Kernels of GPUs take one dtype, and autocast makes that float32: the input would be widened, kept so for the
+        # backward pass, and the output narrowed again. The statistics are float32 in any case.
+        weight, bias = (None if one is None else one.to(torch.bfloat16) for one in (self.weight, self.bias))
+        with torch.autocast(input.device.type, enabled=False):
+            return functional.layer_norm(input.to(torch.bfloat16), self.normalized_shape, weight, bias, self.eps)
 
 
 class Bf16RMSNorm(nn.Module):

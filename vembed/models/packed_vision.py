@@ -49,7 +49,7 @@ def why_by_image(tower: Any, device: torch.device, *, half: bool) -> str | None:
         return "flash attention does not support float32"
     values = tower.config.to_dict()
     width = int(values.get("embed_dim") or values["hidden_size"])
-    return packing.why_no_kernel_for(width // int(values["num_heads"]), 0.0, device)
+    return packing.why_no_kernel_for(width // int(values["num_heads"]), device)
 
 
 def pack_images(tower: Any) -> None:

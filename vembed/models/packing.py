@@ -50,11 +50,10 @@ def _why_no_kernel(model: PretrainedConfig, device: torch.device) -> str | None:
     values = model.to_dict()
     heads = int(values.get("num_attention_heads") or values["n_heads"])
     size = int(values.get("head_dim") or int(values.get("hidden_size") or values["dim"]) // heads)
-    dropout = float(values.get("attention_probs_dropout_prob") or values.get("attention_dropout") or 0.0)
-    return why_no_kernel_for(size, dropout, device)
+    return why_no_kernel_for(size, device)
 
 
-def why_no_kernel_for(size: int, dropout: float, device: torch.device) -> str | None:
+def why_no_kernel_for(size: int, device: torch.device) -> str | None:
     """Return the reason why no variable-length kernel takes heads of this size on a GPU; None: one does."""
     if not torch.cuda.is_available():
         return "no CUDA GPU"
@@ -66,8 +65,9 @@ def why_no_kernel_for(size: int, dropout: float, device: torch.device) -> str | 
         return None
     if not _torch_has_varlen():
         return "flash-attn is not installed, and this torch has no attention for texts of different lengths"
-    if dropout and size % 8:
-        return f"attention dropout with a head size of {size} needs flash-attn, which is not installed"
+    if size % 8:
+        # flash-attn's package pads the heads; the derivative of torch's operator refuses them.
+        return f"a head size of {size}, no multiple of 8, needs flash-attn, which is not installed"
     return None
 
 

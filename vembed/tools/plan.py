@@ -165,7 +165,7 @@ def _table(memory: Memory, size: ModelSize, placement: Placement) -> Table:
     table = Table(title="memory of each process", title_justify="left", box=None, pad_edge=False)
     table.add_column("what")
     table.add_column("GB", justify="right")
-    names = {"gathered": "gathered parameters", "loss": "embeddings and loss"}
+    names = {"gathered": "gathered parameters", "copies": "weights in bfloat16", "loss": "embeddings and loss"}
     for name, count in asdict(memory).items():
         table.add_row(names.get(name, name), f"{count / GIB:.2f}")
     table.add_row("", "")

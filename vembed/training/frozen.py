@@ -18,7 +18,7 @@ from vembed.config.schema import TrainConfig
 from vembed.config.user_folders import cache_folder
 from vembed.data.feature_store import FeatureStore, size_of_all
 from vembed.data.features import Features
-from vembed.data.feeding import Feeder, MicroBatch, ModalitySlice, ModelInputs
+from vembed.data.feeding import Feeder, MicroBatch, ModalitySlice, ModelInputs, row_index, to_device
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
@@ -212,9 +212,10 @@ class FrozenTowers:
         for modality in self.modalities:
             table = dummies[modality].new_zeros(len(features), dummies[modality].shape[1])
             if cached[modality].places:
-                table[cached[modality].places] = torch.from_numpy(np.stack(cached[modality].rows)).to(table)
-            for rows, output in made[modality]:
-                table[rows] = output
+                known = torch.from_numpy(np.stack(cached[modality].rows)).to(table.dtype)
+                table[row_index(cached[modality].places, table.device)] = to_device(known, table.device)
+            for places, output in made[modality]:
+                table[row_index(places, table.device)] = output
             tables[modality] = table
         return tables
 
@@ -223,7 +224,10 @@ class FrozenTowers:
     ) -> tuple[Modality, dict[str, Tensor]]:
         """Return a frozen modality's slice of a micro-batch in the form that the model takes."""
         modality, rows = modality_slice
-        return modality, {FEATURES: tables[modality][rows] if rows else self._dummy(modality)}
+        if not rows:
+            return modality, {FEATURES: self._dummy(modality)}
+        # A list of Python numbers as an index would be copied to the device while the host waits.
+        return modality, {FEATURES: tables[modality][row_index(rows, tables[modality].device)]}
 
     def _dummy(self, modality: Modality) -> Tensor:
         """Return a [1, width] feature for ranks without inputs of this modality. Every rank computes it in its first

@@ -48,16 +48,18 @@ class MemoryGuard:
         """Return the budget to replay the step with. Raise RunError if there is no smaller one."""
         if self.session.device.type == "cuda":
             torch.cuda.empty_cache()
-        if budget.micro_batch_tokens <= SMALLEST_BUDGET:
+        # With chunks of rows the tokens have no limit: one row is the least.
+        if budget.micro_batch_tokens <= SMALLEST_BUDGET or budget.max_rows == 1:
             raise RunError(advice(self.session, budget))
         half = budget.halved()
+        if budget.max_rows is not None and half.max_rows is not None:
+            sizes = f"{half.max_rows:,d} rows instead of {budget.max_rows:,d}"
+        else:
+            sizes = f"{half.micro_batch_tokens:,d} tokens instead of {budget.micro_batch_tokens:,d}"
         log.warning(
-            "out of memory: the step is replayed with micro-batches of %s tokens instead of %s, graphs kept for up to "
-            "%s; the result is the same, apart from fresh dropout draws",
-            f"{half.micro_batch_tokens:,d}",
-            f"{budget.micro_batch_tokens:,d}",
-            f"{half.kept_graph_tokens:,d}",
-        )
+            "out of memory: the step is replayed with micro-batches of %s, graphs kept for up to %s; the result is the "
+            "same, apart from fresh dropout draws", sizes, f"{half.kept_graph_tokens:,d}",
+        )  # fmt: skip
         return half
 
 
@@ -69,7 +71,11 @@ def advice(session: Session, budget: Budget) -> str:
     steps = []
     if budget.use_gradient_cache is False:
         steps.append("use_gradient_cache: true (it reduces memory, and the result is the same)")
-    steps.append(f"micro_batch_tokens: {max(budget.micro_batch_tokens // 2, 1)} (now {budget.micro_batch_tokens:,d})")
+    if budget.max_rows is not None:  # micro-batches are cut by rows, and the tokens have no limit
+        steps.append(f"gradient_cache_chunk_size: {max(budget.max_rows // 2, 1)} (now {budget.max_rows:,d})")
+    else:
+        half = max(budget.micro_batch_tokens // 2, 1)
+        steps.append(f"micro_batch_tokens: {half} (now {budget.micro_batch_tokens:,d})")
     if not placement.recomputation.value:
         saved = now.activations - placement.predict(size, tokens=budget.micro_batch_tokens, recomputes=True).activations
         steps.append(f"gradient_checkpointing: true ({_saves(saved)})")
@@ -77,22 +83,40 @@ def advice(session: Session, budget: Budget) -> str:
         steps.append(f"max_length: {limit // 2} (now {limit})")
     if not wants_adapters(config):
         steps.append(f"use_lora: true ({_saves(now.gradients + now.optimizer)})")
-        if config.optim == "adamw":
+        # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
+        if config.optim == "adamw" and not (placement.fsdp is not None and placement.fsdp.version == 1):
             steps.append(f"optim: adamw_8bit ({_saves(0.75 * now.optimizer)})")
     if placement.fsdp is None and session.world_size > 1:
         steps.append(f"use_fsdp: true (FULL_SHARD: {_saves(now.states * (1 - 1 / session.world_size))})")
+    if placement.fsdp is not None:
+        steps += _more_sharding(session, now.states)
     if placement.fsdp is not None and not placement.fsdp.offload:
         steps.append(f"fsdp_offload_params: true ({_saves(now.weights + now.optimizer)})")
     if not config.use_qlora:
         steps.append("use_qlora: true")
+    bound = "gradient_cache_chunk_size" if budget.max_rows is not None else "micro_batch_tokens"
     listed = "; ".join(f"{number}. {step}" for number, step in enumerate(steps, start=1))
     used = ", ".join(f"{key} {value}" for key, value in memory_snapshot(session.device).items())
     return (
         f"rank {session.rank} of {session.world_size} is out of device memory ({used}; {placement.rows:,d} rows per "
         f"process, strategy {session.strategy}, an estimated {now.total / GIB:.2f}GB of "
         f"{placement.memory / GIB:.2f}GB). Change in this order: {listed}. A smaller batch_size is not needed: it "
-        "changes the negatives, and memory is bounded by micro_batch_tokens"
+        f"changes the negatives, and memory is bounded by {bound}"
     )
+
+
+def _more_sharding(session: Session, states: float) -> list[str]:
+    """Return what would shard more than the run does: between machines too, and after each forward pass."""
+    placement, steps = session.placement, []
+    assert placement.fsdp is not None
+    if placement.is_hybrid:
+        saved = states * (1 - placement.num_shards / session.world_size)
+        steps.append(f"fsdp_sharding_strategy: FULL_SHARD (over all machines: {_saves(saved)})")
+    if placement.fsdp.version == 2 and session.keeps_gathered:
+        steps.append("fsdp_reshard_after_forward: true (parameters are freed after each layer, and gathered again)")
+    if placement.fsdp.version == 1 and not placement.fsdp.reshard_after_forward:
+        steps.append("fsdp_sharding_strategy: FULL_SHARD (parameters are freed after each layer, and gathered again)")
+    return steps
 
 
 def _saves(count: float) -> str:
