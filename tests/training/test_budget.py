@@ -86,7 +86,12 @@ def test_a_failed_attempt_kept_its_outputs_while_memory_was_emptied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = MemoryGuard.__init__
-    monkeypatch.setattr(MemoryGuard, "__init__", lambda self, *args, **_: original(self, *args, active=True))
+
+    def on_a_gpu(self: MemoryGuard, session: Any) -> None:
+        original(self, session)
+        self.active = True
+
+    monkeypatch.setattr(MemoryGuard, "__init__", on_a_gpu)
     fail_at(monkeypatch, {3})
     forward, smaller = EmbeddingModel.forward, MemoryGuard.smaller
     outputs: list[weakref.ref[torch.Tensor]] = []

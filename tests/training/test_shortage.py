@@ -32,7 +32,12 @@ H100 = next(one for one in GPUS if one.name == "H100-80GB")
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard as on a GPU."""
     original = MemoryGuard.__init__
-    monkeypatch.setattr(MemoryGuard, "__init__", lambda self, *args, **_: original(self, *args, active=True))
+
+    def on_a_gpu(self: MemoryGuard, session: Any) -> None:
+        original(self, session)
+        self.active = True
+
+    monkeypatch.setattr(MemoryGuard, "__init__", on_a_gpu)
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, micro_batches: set[int], *, above_rows: int = 0) -> None:
