@@ -2,8 +2,9 @@
 
 JPEGs are decoded, resized and normalised for training steps whose model returns a parameter. The figure is a share of
 what all cores could do: (images per second of one core) x cores, one core being a plain loop over the same images in
-this process. For comparison the loop runs in one process per core, which share no interpreter, and with the processor
-of Transformers.
+this process. It is taken once the processes that decode have started, which they do beside the first steps; the figure
+with "cold" in its name is that of the first steps. For comparison the loop runs in one process per core, which share no
+interpreter, and with the processor of Transformers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,8 @@ MICRO_BATCH = 25
 """Images of a micro-batch."""
 WIDTH = 64
 """Size of the embeddings that the model returns."""
+SECONDS_TO_START = 5.0
+"""Time in which the processes that decode start, if they are needed."""
 
 
 class Nothing(nn.Module):
@@ -79,9 +83,10 @@ def write_images(folder: Path, count: int) -> list[Path]:
 
 def description_of(folder: Path) -> ModelDescription:
     """Return a tiny model that takes images of SIDE pixels as CLIP does: the shorter edge, then the middle."""
-    tiny_vit(folder)
-    size = {"do_center_crop": True, "crop_size": {"height": SIDE, "width": SIDE}}
-    save_image_processor(folder, "CLIPImageProcessor", {"shortest_edge": SIDE}, **size)
+    if not (folder / "config.json").exists():
+        tiny_vit(folder)
+        size = {"do_center_crop": True, "crop_size": {"height": SIDE, "width": SIDE}}
+        save_image_processor(folder, "CLIPImageProcessor", {"shortest_edge": SIDE}, **size)
     return describe(TrainConfig(model_name=str(folder), data_path="-"))
 
 
@@ -89,10 +94,10 @@ def one_by_one(folder: Path, paths: list[Path]) -> float:
     """Return the images per second of a plain loop on one core."""
     pixels = Pixels(description_of(folder), cache_bytes=0, decoders=1)
     references = [ImageRef(path=str(path)) for path in paths]
-    pixels.finished(pixels.made(references[0]))
+    pixels.alone(references[0])
     start = time.perf_counter()
     for one in references:
-        pixels.finished(pixels.made(one))
+        pixels.alone(one)
     return len(paths) / (time.perf_counter() - start)
 
 
@@ -112,8 +117,19 @@ def in_processes(folder: Path, paths: list[Path], cores: int) -> float:
         return sum(one.result() for one in each)
 
 
-def in_steps(folder: Path, paths: list[Path], cores: int, *, cache: bool, batch_size: int) -> float:
-    """Return the distinct images per second of training steps."""
+@dataclass
+class Speeds:
+    """Distinct images per second of training steps."""
+
+    cold: float
+    """Before the processes that decode are ready."""
+    warm: float
+    num_processes: int
+    """Processes that were ready when `warm` was measured."""
+
+
+def in_steps(folder: Path, paths: list[Path], cores: int, *, cache: bool, batch_size: int) -> Speeds:
+    """Run training steps over the images, first with threads, then with processes, if there are any."""
     description = description_of(folder)
     featuriser = Featuriser(description, decoders=cores)
     items = [Item(images=(ImageRef(path=str(path)),)) for path in paths]
@@ -127,10 +143,25 @@ def in_steps(folder: Path, paths: list[Path], cores: int, *, cache: bool, batch_
         loss = build_loss(config, mrl_dims=None, embedding_dim=WIDTH)
         step = ContrastiveStep(model, loss, source, session, budget, MemoryGuard(session), 0)
         stream = RankBatchStream(pairs, schedule, featuriser, 0, 1, 1)
-        start = time.perf_counter()
-        for number, batch in enumerate(stream.from_batch(0, len(pairs) // batch_size)):
-            step.accumulate(batch, number, weight=1.0, last=True)
-        return 2 * batch_size * (len(pairs) // batch_size) / (time.perf_counter() - start)
+
+        def speed() -> float:
+            start = time.perf_counter()
+            for number, batch in enumerate(stream.from_batch(0, len(pairs) // batch_size)):
+                step.accumulate(batch, number, weight=1.0, last=True)
+            return 2 * batch_size * (len(pairs) // batch_size) / (time.perf_counter() - start)
+
+        decoders = featuriser.decoders
+        assert decoders is not None
+        try:
+            cold = speed()
+            until = time.perf_counter() + SECONDS_TO_START
+            while len(decoders.pids) < cores and time.perf_counter() < until:
+                featuriser.forget_images()
+                speed()
+            featuriser.forget_images()
+            return Speeds(cold, speed(), len(decoders.pids))
+        finally:
+            decoders.close()
 
 
 def featuriser_length(featuriser: Featuriser, item: Item) -> int:
@@ -149,9 +180,10 @@ def rows(count: int, cores: int, batch_size: int, rounds: int) -> Iterator[dict[
             alone = one_by_one(model, paths)
             found = {"round": number, "images": count, "cores": cores, "one_core": alone}
             for cache in (False, True):
-                speed = in_steps(model, paths, cores, cache=cache, batch_size=batch_size)
+                speeds = in_steps(model, paths, cores, cache=cache, batch_size=batch_size)
                 key = "with_cache" if cache else "without_cache"
-                found |= {key: speed, f"share_{key}": speed / (alone * cores)}
+                found |= {f"cold_{key}": speeds.cold, key: speeds.warm, f"share_{key}": speeds.warm / (alone * cores)}
+                found[f"processes_{key}"] = speeds.num_processes
             found["processes"] = in_processes(model, paths, cores)
             found["share_processes"] = found["processes"] / (alone * cores)
             found["published_processor"] = by_published_processor(model, paths[: max(count // 4, 1)])

@@ -20,11 +20,12 @@ from tests import tiny
 from tests.features.test_image_features import image, of_images
 from tests.features.test_text_features import featuriser
 from vembed.config.schema import TrainConfig
-from vembed.data import feeding
+from vembed.data import decoders, feeding
 from vembed.data.features import Featuriser
 from vembed.data.feeding import Feeder
 from vembed.data.images import load_image
-from vembed.data.pixel_recipe import PIXELS, ByProcessor, Patches, PixelRecipe, WholeImages, find_recipe
+from vembed.data.picture_bytes import PIXELS, OwnCode, Patching, Resizing
+from vembed.data.pixel_recipe import find_recipe
 from vembed.families.decisions import describe
 from vembed.models.processors import load_image_processor
 
@@ -38,17 +39,17 @@ def processor_of(make: Callable[..., Path]) -> Any:
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (tiny.tiny_vit, WholeImages),
-        (tiny.tiny_clip, WholeImages),
-        (tiny.tiny_siglip, WholeImages),
-        (tiny.tiny_dinov2, WholeImages),
-        (tiny.tiny_qwen3_vl, Patches),
+        (tiny.tiny_vit, Resizing),
+        (tiny.tiny_clip, Resizing),
+        (tiny.tiny_siglip, Resizing),
+        (tiny.tiny_dinov2, Resizing),
+        (tiny.tiny_qwen3_vl, Patching),
     ],
 )
-def test_both_halves_give_the_processors_bits(make: Callable[..., Path], kind: type[PixelRecipe]) -> None:
+def test_both_halves_give_the_processors_bits(make: Callable[..., Path], kind: type) -> None:
     processor = processor_of(make)
     recipe = find_recipe(processor)
-    assert type(recipe) is kind
+    assert recipe is not None and type(recipe.first) is kind
     for size in SIZES:
         picture = load_image(image(*size, seed=sum(size)))
         halfway = recipe.halfway(picture)
@@ -63,7 +64,7 @@ def test_a_crop_beyond_the_image_has_the_processors_border() -> None:
     processor = processor_of(tiny.tiny_clip)
     processor.do_resize = False
     recipe, picture = find_recipe(processor), load_image(image(20, 40))
-    assert isinstance(recipe, WholeImages)
+    assert recipe is not None and isinstance(recipe.first, Resizing)
     found = recipe.finished(recipe.halfway(picture))[PIXELS]
     assert torch.equal(found, processor(images=[picture], return_tensors="pt")[PIXELS])
 
@@ -87,7 +88,9 @@ class Brighter:
 def test_a_processor_of_another_kind_keeps_its_own_code() -> None:
     processor = processor_of(tiny.tiny_vit)
     recipe = find_recipe(Brighter(processor, late=False))
-    assert isinstance(recipe, ByProcessor), "the first half by the processor, the numbers on the device"
+    assert recipe is not None and isinstance(recipe.first, OwnCode), (
+        "the first half by the processor, the numbers on the device"
+    )
     picture = load_image(image(50, 20))
     found = recipe.finished(recipe.halfway(picture))[PIXELS]
     assert torch.equal(found, Brighter(processor, late=False)([picture], return_tensors="pt")[PIXELS])
@@ -176,9 +179,11 @@ def test_a_recipe_runs_little_python(tmp_path: Path) -> None:
 
 def test_the_benchmark_of_decoding_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "in_processes", lambda *_: 1.0)  # which start interpreters
+    monkeypatch.setattr(decoders, "WAITED_FOR", 1)
     assert decoding.main(["--images", "16", "--batch-size", "4", "--rounds", "1", "--cores", "2"]) == 0
     row = json.load(io.StringIO(capsys.readouterr().out))
-    assert row["images"] == 16 and row["with_cache"] > 0 and row["without_cache"] > 0
+    assert row["images"] == 16 and row["processes_with_cache"] == row["processes_without_cache"] == 2
+    assert row["share_with_cache"] > 0 and row["share_without_cache"] > 0
 
 
 def test_bytes_are_kept_for_the_second_pass() -> None:

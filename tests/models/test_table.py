@@ -26,7 +26,6 @@ NAMED_ELSEWHERE = {
     "config/entries.py": "values of the option model_family",
     "config/spelling.py": "name of a loss",
     "tools/selftest.py": "description of a model made for the test",
-    "data/pixel_recipe.py": "numpy's word for bounded indices",
 }
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vembed.data.decoders import Decoders
 from vembed.data.examples import ImageRef, Item, Kind
-from vembed.data.pixel_recipe import PIXELS
+from vembed.data.picture_bytes import PIXELS
 from vembed.data.pixels import Pixels, blank_image
 from vembed.data.processing import ChatProcessing, TextProcessing
 from vembed.errors import UserError
@@ -53,7 +54,7 @@ class Featuriser:
         decoders: int | None = None,
     ) -> None:
         """`cache_bytes` limits the features in memory (once full, further ones are not cached), `image_cache_bytes` the
-        pixels (the most recently used are kept). `decoders`: threads that decode images; None: one per core."""
+        pixels (the most recently used are kept). `decoders`: images that are decoded at once; None: one per core."""
         self.description = description
         self._prompts: dict[Kind, str] = {"query": description.query_prompt, "document": description.document_prompt}
         # If both prompts are equal, one cache entry serves both kinds.
@@ -112,11 +113,20 @@ class Featuriser:
         return padding.pad(rows)
 
     def decode_ahead(self, features: Sequence[Features]) -> None:
-        """Begin to decode the images of these features in threads, one task per image, as far as the cache holds
-        them."""
+        """Begin to decode the images of these features on other cores, as far as the cache holds them."""
         images = [image for one in features for image in one.images]
         if self._pixels is not None and images:
             self._pixels.decode_ahead(images)
+
+    @property
+    def decoders(self) -> Decoders | None:
+        """Return the threads and processes that decode images; None for a model of texts."""
+        return None if self._pixels is None else self._pixels.decoders
+
+    def forget_images(self) -> None:
+        """Empty the cache of decoded images."""
+        if self._pixels is not None:
+            self._pixels.forget()
 
     def dummy(self, modality: Modality) -> Features:
         """Return a minimal valid input of a modality, for ranks without inputs left.

@@ -1,4 +1,4 @@
-"""Feeder: collated micro-batches on the device, in order, with images decoded ahead by threads, one task per image."""
+"""Feeder: collated micro-batches on the device, in order, with images decoded ahead on other cores."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Feeder:
                 yield self._to_device(self._collate(micro_batch, features))
             return
         if self.pool is None:
-            # These only wait for images and join them; the featuriser's own threads decode.
+            # These only wait for images and join them; the featuriser's decoders work elsewhere.
             self.pool = ThreadPoolExecutor(MICRO_BATCHES_AHEAD + 1, thread_name_prefix="vembed-collate")
         self.featuriser.decode_ahead([features[row] for one in micro_batches for _, rows in one for row in rows])
         waiting: deque[Future[ModelInputs]] = deque()

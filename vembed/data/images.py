@@ -146,20 +146,21 @@ def _named(image: ImageRef) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{_name(image)} {error}") from error
+        raise UserError(f"{image_name(image)} {error}") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UserError(f"{_name(image)} has more than {MAX_PIXELS:,d} pixels: scale it down") from error
+        raise UserError(f"{image_name(image)} has more than {MAX_PIXELS:,d} pixels: scale it down") from error
     except UnidentifiedImageError as error:
         known = ", ".join(_formats())
-        raise UserError(f"{_name(image)} is none, or of an unknown format (known: {known})") from error
+        raise UserError(f"{image_name(image)} is none, or of an unknown format (known: {known})") from error
     except FileNotFoundError as error:
-        raise UserError(f"{_name(image)} does not exist") from error
+        raise UserError(f"{image_name(image)} does not exist") from error
     except (*_BROKEN, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(f"{_name(image)} is broken or cannot be read: {reason or type(error).__name__}") from error
+        raise UserError(f"{image_name(image)} is broken or cannot be read: {reason or type(error).__name__}") from error
 
 
-def _name(image: ImageRef) -> str:
+def image_name(image: ImageRef) -> str:
+    """Return what messages call an image."""
     if image.path is not None:
         return f"image {shown(image.path, 300)}"
     return f"image of {len(image.data or b''):,d} bytes"

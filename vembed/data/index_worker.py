@@ -7,17 +7,16 @@ the user's script, and it imports no torch.
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import IO
 
 from vembed.cores import num_cores
 from vembed.data.index_parts import PartIndex, index_part
+from vembed.data.pipe_messages import command_of, environment, messages, output_for_answers, send
 from vembed.data.readers import Part, Reader
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
@@ -42,13 +41,10 @@ def in_processes(
     workers = []
     # Once for each worker; afterwards only the parts go over the pipe.
     job = pickle.dumps((reader, form, with_keys))
-    command = [sys.executable, "-m", "vembed.data.index_worker"]
-    path = os.pathsep.join(one for one in sys.path if one)
+    command = command_of("vembed.data.index_worker")
     try:
         for _ in range(count):
-            worker = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
-            )
+            worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment())
             workers.append(worker)
             _send(worker, job)
             idle.put(worker)
@@ -81,38 +77,29 @@ def in_processes(
 
 def _send(worker: subprocess.Popen[bytes], data: bytes) -> None:
     assert worker.stdin is not None
-    worker.stdin.write(len(data).to_bytes(8, "little") + data)
-    worker.stdin.flush()
+    send(worker.stdin, data)
 
 
 def _received(worker: subprocess.Popen[bytes]) -> object:
     assert worker.stdout is not None
-    data = next(_messages(worker.stdout), None)
+    data = next(messages(worker.stdout), None)
     if data is None:
         raise RuntimeError(f"a process of the first pass over the data ended with exit code {worker.wait()}")
     return pickle.loads(data)  # from this process's own child
 
 
-def _messages(file: IO[bytes]) -> Iterator[bytes]:
-    while len(head := file.read(8)) == 8:
-        yield file.read(int.from_bytes(head, "little"))
-
-
 def main() -> None:
     """Index the parts that stdin names, until it ends."""
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not get between the answers
+    out = output_for_answers()
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
-    jobs = _messages(sys.stdin.buffer)
+    jobs = messages(sys.stdin.buffer)
     reader, form, with_keys = pickle.loads(next(jobs))  # from the parent process
     for data in jobs:
         try:
             answer: object = index_part(reader, form, pickle.loads(data), with_keys=with_keys)
         except UserError as error:
             answer = error
-        message = pickle.dumps(answer)
-        out.write(len(message).to_bytes(8, "little") + message)
-        out.flush()
+        send(out, pickle.dumps(answer))
 
 
 if __name__ == "__main__":

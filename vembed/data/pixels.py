@@ -6,7 +6,6 @@ import io
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ import torch
 from PIL import Image
 
 from vembed.cores import num_cores
+from vembed.data.decoders import Decoders, Decoding
 from vembed.data.examples import ImageRef
 from vembed.data.images import load_image
-from vembed.data.pixel_recipe import PIXELS, Processed, find_recipe
+from vembed.data.picture_bytes import PIXELS, Arrays, OwnCode
+from vembed.data.pixel_recipe import Processed, find_recipe
 from vembed.errors import UserError
 from vembed.families.backbones import read_config
 from vembed.families.description import ModelDescription
@@ -40,18 +41,20 @@ class Pixels:
     reads cached images, which are kept as bytes."""
 
     def __init__(self, description: ModelDescription, *, cache_bytes: int, decoders: int | None = None) -> None:
-        """`decoders`: threads that decode; None: one per core of this process."""
+        """`decoders`: images that are decoded at once; None: one per core of this process."""
         self._processor = load_image_processor(description)
         self._recipe = find_recipe(self._processor)
         config = read_config(
             Path(description.image_source or description.source), trust_remote_code=description.trust_remote_code
         ).to_dict()
         self._patch_size = _patch_size(config.get("vision_config", config))
-        self._kept: OrderedDict[ImageRef, Processed] = OrderedDict()
+        self._first = OwnCode(self._processor, {}) if self._recipe is None else self._recipe.first
+        self._kept: OrderedDict[ImageRef, Arrays] = OrderedDict()
         self._cache_bytes = self._bytes_left = cache_bytes
-        self._decoders = decoders or num_cores()
-        self._pool: ThreadPoolExecutor | None = None
-        self._decoding: dict[ImageRef, Future[Processed]] = {}
+        self._num_decoders = decoders or num_cores()
+        first = self._first  # not this object, which the decoders' threads would keep alive
+        self.decoders = Decoders(lambda image: first(load_image(image)), first, self._num_decoders)
+        self._decoding: dict[ImageRef, Decoding] = {}
         self._bytes_of_one = 0
         """Of the last image that was made."""
         self._lock = threading.Lock()
@@ -63,10 +66,9 @@ class Pixels:
 
     def stack(self, images: Sequence[ImageRef]) -> Processed:
         """Return the images' tensors, concatenated along the first dimension. `finished` gives what the model takes."""
-        self.decode_ahead(images)
-        made = [self._get(image) for image in images]
+        made = self._all(images)
         # By NumPy, in the calling thread: PyTorch would wake a team of threads beside those that decode.
-        return {name: torch.from_numpy(np.concatenate([one[name].numpy() for one in made])) for name in made[0]}
+        return {name: torch.from_numpy(np.concatenate([one[name] for one in made])) for name in made[0]}
 
     def finished(self, stacked: Processed) -> Processed:
         """Return the stacked tensors as the model takes them: bytes become numbers, on the device where they are."""
@@ -78,19 +80,21 @@ class Pixels:
         """Begin to decode images, each in a task of its own. No more than half of the cache is decoded ahead: what is
         not read yet would push out what is."""
         with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._decoders, thread_name_prefix="vembed-images")
-            most = max(self._cache_bytes // (2 * max(self._bytes_of_one, 1)), 2 * self._decoders)
-            for image in images:
-                if len(self._decoding) >= most:
-                    return
-                if image not in self._kept and image not in self._decoding:
-                    self._decoding[image] = self._pool.submit(self.made, image)
+            most = max(self._cache_bytes // (2 * max(self._bytes_of_one, 1)), 2 * self._num_decoders)
+            wanted = dict.fromkeys(one for one in images if one not in self._kept and one not in self._decoding)
+            chosen = list(wanted)[: max(most - len(self._decoding), 0)]
+            self._decoding.update(zip(chosen, self.decoders.start(chosen) if chosen else [], strict=True))
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        with self._lock:
+            self._kept.clear()
+            self._bytes_left = self._cache_bytes
 
     @cached_property
     def num_patches(self) -> int:
         """Positions that an image tower computes for one image of any size."""
-        wide, high = (self.finished(self.made(blank_image(*size))) for size in ((64, 48), (48, 64)))
+        wide, high = (self.alone(blank_image(*size)) for size in ((64, 48), (48, 64)))
         shape = wide[PIXELS].shape
         if shape != high[PIXELS].shape:
             raise UserError(
@@ -111,34 +115,45 @@ class Pixels:
             raise UserError(f"image {named}, {width} x {height} pixels, cannot be used: {error}") from error
         return int(patches) // self.merge_size**2
 
-    def made(self, image: ImageRef) -> Processed:
-        """Decode an image. `finished` gives what the model takes."""
-        picture = load_image(image)
-        if self._recipe is not None:
-            return self._recipe.halfway(picture)
-        return dict(self._processor(images=[picture], return_tensors="pt"))
+    def alone(self, image: ImageRef) -> Processed:
+        """Return the tensors of one image as the model takes them, decoded in the calling thread."""
+        return self.finished({name: torch.from_numpy(one) for name, one in self._first(load_image(image)).items()})
 
-    def _get(self, image: ImageRef) -> Processed:
+    def _all(self, images: Sequence[ImageRef]) -> list[Arrays]:
+        """Return what was made of each image, and keep it."""
+        self.decode_ahead(images)
         with self._lock:
-            if image in self._kept:
-                self._kept.move_to_end(image)
-                return self._kept[image]
-            decoding = self._decoding.get(image)
+            found = [self._kept.get(image) or self._decoding.get(image) for image in images]
+        made, seen = [], []
         try:
-            made = self.made(image) if decoding is None else decoding.result()
+            for image, one in zip(images, found, strict=True):
+                seen.append(image)
+                # Not begun where more is being decoded than the cache holds, or where it was pushed out just now.
+                begun = self.decoders.start([image])[0] if one is None else one
+                made.append(self.decoders.wait(begun) if isinstance(begun, Decoding) else begun)
         finally:
-            with self._lock:
-                self._decoding.pop(image, None)
-        size = sum(tensor.nbytes for tensor in made.values())
+            self._keep(seen, made)
+        return made
+
+    def _keep(self, images: Sequence[ImageRef], made: Sequence[Arrays]) -> None:
+        """Move images to the newest end of the cache. One more image than `made` has failed."""
         with self._lock:
-            self._bytes_of_one = size
-            if image not in self._kept:
-                self._kept[image] = made
-                self._bytes_left -= size
+            for image in images:
+                self._decoding.pop(image, None)
+            for image, arrays in zip(images, made, strict=False):
+                if image in self._kept:
+                    self._kept.move_to_end(image)
+                    continue
+                self._kept[image] = arrays
+                self._bytes_of_one = _size(arrays)
+                self._bytes_left -= self._bytes_of_one
             while self._bytes_left < 0:
                 _, oldest = self._kept.popitem(last=False)
-                self._bytes_left += sum(tensor.nbytes for tensor in oldest.values())
-        return made
+                self._bytes_left += _size(oldest)
+
+
+def _size(arrays: Arrays) -> int:
+    return sum(array.nbytes for array in arrays.values())
 
 
 def _patch_size(config: dict[str, Any]) -> int:
