@@ -19,51 +19,15 @@ import pytest
 from PIL import Image
 
 from tests import tiny
+from tests.features.sized_images import LARGE, SECONDS, SLOW, WRONG, Here, Sized, file_of, until, use_until_ready
 from tests.features.test_text_features import featuriser
 from vembed.data import decoders as module
 from vembed.data.decode_worker import HALF_BYTES
 from vembed.data.decoders import Decoders, Decoding
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.data.images import load_image
-from vembed.data.picture_bytes import PIXELS, Arrays, FirstHalf
+from vembed.data.picture_bytes import PIXELS, FirstHalf
 from vembed.errors import RunError, UserError
-
-SECONDS = 60.0
-SLOW, LARGE, WRONG = (3, 5), (5, 3), (7, 7)
-"""Sizes of images that `Sized` is slow with, makes large, and fails on."""
-
-
-class Sized:
-    """A first half that does what the image's size says."""
-
-    def __call__(self, picture: Image.Image) -> Arrays:
-        if picture.size == SLOW:
-            time.sleep(SECONDS)
-        if picture.size == WRONG:
-            raise ZeroDivisionError("a bug")
-        return {PIXELS: np.full(HALF_BYTES + 1 if picture.size == LARGE else 1, picture.width, np.uint8)}
-
-
-class Here:
-    """Decoding in this process, where nothing is slow."""
-
-    def __call__(self, ref: ImageRef) -> Arrays:
-        picture = load_image(ref)
-        return {PIXELS: np.full(HALF_BYTES + 1 if picture.size == LARGE else 1, picture.width, np.uint8)}
-
-
-def file_of(folder: Path, size: tuple[int, int]) -> ImageRef:
-    path = folder / f"{size[0]}x{size[1]}-{len(list(folder.iterdir()))}.png"
-    Image.new("RGB", size, (9, 9, 9)).save(path)
-    return ImageRef(path=str(path))
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.01)
 
 
 def is_gone(pid: int) -> bool:
@@ -92,15 +56,6 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Decoders]]:
     yield start
     for one in made:
         one.close()
-
-
-def use_until_ready(decoders: Decoders, image: ImageRef, count: int) -> None:
-    def used() -> bool:
-        for decoding in decoders.start([image] * 8):
-            decoders.wait(decoding)
-        return len(decoders.pids) == count
-
-    until(used)
 
 
 def error_of(decoders: Decoders, decoding: Decoding) -> BaseException:
@@ -165,7 +120,7 @@ def test_an_error_in_a_processor_keeps_its_traceback(tmp_path: Path, started: Ca
     decoders = started()
     (decoding,) = decoders.start([file_of(tmp_path, WRONG)])
     error = error_of(decoders, decoding)
-    assert "ZeroDivisionError: a bug" in str(error) and "test_decode_processes.py" in str(error)
+    assert "ZeroDivisionError: a bug" in str(error) and "sized_images.py" in str(error)
 
 
 def test_an_image_that_does_not_fit_into_the_shared_memory(tmp_path: Path, started: Callable[..., Decoders]) -> None:
@@ -261,10 +216,12 @@ def test_a_processor_that_other_processes_do_not_find(
 
 PROGRAM = """
 import sys, time
-from tests.features import test_decode_processes as tests
-tests.module.WAITED_FOR = 1
-decoders = tests.Decoders(tests.Here(), tests.Sized(), 2)
-tests.use_until_ready(decoders, tests.ImageRef(path=sys.argv[1]), 2)
+from tests.features.sized_images import Here, Sized, use_until_ready
+from vembed.data import decoders as module
+from vembed.data.examples import ImageRef
+module.WAITED_FOR = 1
+decoders = module.Decoders(Here(), Sized(), 2)
+use_until_ready(decoders, ImageRef(path=sys.argv[1]), 2)
 print(*decoders.pids, flush=True)
 if sys.argv[2] == "exception":
     raise SystemError("on purpose")
