@@ -20,7 +20,7 @@ GRID = "image_grid_thw"
 """Key of the number of patches along time, height and width."""
 
 Arrays = dict[str, np.ndarray]
-"""What a processor makes of one image, by the names of the model's inputs."""
+"""Arrays that a processor makes of one image, by the names of the model's inputs."""
 FirstHalf = Callable[[Image.Image], Arrays]
 """Converter of one RGB image. It can be pickled, and may be called by several threads."""
 
