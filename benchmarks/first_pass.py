@@ -11,11 +11,13 @@ import random
 import resource
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-import pyarrow.json as pj
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.train import machine
@@ -26,17 +28,31 @@ from vembed.data.index_worker import OBJECTS_BETWEEN_COLLECTIONS
 from vembed.data.sources import open_examples
 
 GIB = 2**30
+RECORDS_OF_A_GROUP = 50_000
 
 
-def write_data(num_records: int, num_bytes: int, path: Path) -> None:
-    """Write records of about so many bytes: a query and a document of words."""
+def records(num_records: int, num_bytes: int) -> Iterator[dict[str, str]]:
+    """Yield records of about so many bytes: a query and a document of words."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 10))) for _ in range(5000)]
     bodies = [" ".join(draw.choices(words, k=max(1, num_bytes // 7))) for _ in range(64)]
+    for row in range(num_records):
+        yield {"query": f"what is {words[row % 5000]} {row}", "positive": f"{row} {bodies[row % 64]}"}
+
+
+def write_lines(num_records: int, num_bytes: int, path: Path) -> None:
+    """Write the records as JSON Lines."""
     with path.open("w", encoding="utf-8") as file:
-        for row in range(num_records):
-            record = {"query": f"what is {words[row % 5000]} {row}", "positive": f"{row} {bodies[row % 64]}"}
-            file.write(json.dumps(record) + "\n")
+        file.writelines(json.dumps(record) + "\n" for record in records(num_records, num_bytes))
+
+
+def write_table(num_records: int, num_bytes: int, path: Path) -> None:
+    """Write the records as Parquet, some at a time: 20 GB do not fit in memory."""
+    left = records(num_records, num_bytes)
+    schema = pa.schema([("query", pa.string()), ("positive", pa.string())])
+    with pq.ParquetWriter(path, schema) as writer:
+        while some := list(itertools.islice(left, RECORDS_OF_A_GROUP)):
+            writer.write_table(pa.Table.from_pylist(some, schema))
 
 
 def parse(arguments: tuple[str, int, int]) -> int:
@@ -69,16 +85,48 @@ def seconds_of_parsing(path: Path) -> float:
         return time.perf_counter() - began
 
 
-def opened(path: Path, cache: Path) -> tuple[float, float]:
-    """Return the seconds until the data are open, and until the first batch of a shuffled epoch is drawn."""
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Opening of the data in a process of its own, as at the start of a run."""
+
+    seconds: float
+    batch: float
+    """Seconds of the first batch of a shuffled epoch."""
+    peak: float
+    """GiB of this process at most, mapped files included."""
+    others: float
+    """The same of the largest process that it has started."""
+
+
+def opened(path: Path, cache: Path, processes: int) -> Opened:
+    """Open the data, and draw the first batch of a shuffled epoch."""
     config = TrainConfig(model_name="none", data_path=str(path))
     began = time.perf_counter()
-    store = open_examples(config, str(path), cache_dir=cache)
+    with mock.patch("vembed.data.index_worker.num_cores", return_value=processes):
+        store = open_examples(config, str(path), cache_dir=cache)
     there = time.perf_counter()
     schedule = BatchSchedule([len(store)], 64, 0)
     for index in schedule.batch(0, 0):
         store[int(index)]
-    return there - began, time.perf_counter() - there
+    drawn = time.perf_counter()
+    peaks = (resource.getrusage(who).ru_maxrss / 2**20 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return Opened(there - began, drawn - there, *peaks)
+
+
+def opened_anew(path: Path, cache: Path, processes: int) -> Opened:
+    """Return what `opened` finds in a new process, whose memory nothing else has grown."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(opened, path, cache, processes).result()
+
+
+def line_of(found: list[Opened]) -> str:
+    """Return the figures of a first and a second start."""
+    first, second = found
+    return (
+        f"first pass {first.seconds:.1f} s, second start {second.seconds:.2f} s, first batch of a shuffled epoch "
+        f"{second.batch:.2f} s; at most {first.peak:.2f} GiB in this process, {first.others:.2f} GiB in another, "
+        f"{second.peak:.2f} GiB in the second start"
+    )
 
 
 def processor_seconds(path: Path, cache: Path, repeats: int) -> tuple[float, float, float]:
@@ -109,51 +157,67 @@ def processor_seconds(path: Path, cache: Path, repeats: int) -> tuple[float, flo
     return best[0], best[1], best[2]
 
 
+def by_processor_time(number: int, arguments: argparse.Namespace, folder: Path) -> None:
+    """Print the microseconds of each record in one process."""
+    path, table = folder / "data.jsonl", folder / "data.parquet"
+    write_lines(number, arguments.bytes, path)
+    parsing, loads, here = processor_seconds(path, folder / "cache", arguments.processor_time)
+    line = (
+        f"{number:,d} records of {path.stat().st_size / number:,.0f} bytes, processor time of each, us: "
+        f"parsing {parsing / number * 1e6:.2f}, by json.loads {loads / number * 1e6:.2f}, first pass "
+        f"{here / number * 1e6:.2f} ({parsing / here:.0%} of the speed of parsing)"
+    )
+    if arguments.parquet:
+        write_table(number, arguments.bytes, table)
+        here = processor_seconds(table, folder / "cache", arguments.processor_time)[2]
+        line += f", of the same as Parquet {here / number * 1e6:.2f} ({parsing / here:.0%})"
+    print(line, flush=True)
+
+
+def by_the_clock(number: int, arguments: argparse.Namespace, folder: Path) -> None:
+    """Print the seconds on all cores, and the memory of each process."""
+    path, table, cache = folder / "data.jsonl", folder / "data.parquet", folder / "cache"
+    processes = arguments.processes or num_cores()
+    write_lines(number, arguments.bytes, path)
+    size = path.stat().st_size
+    # Parsing before and after: the file comes from the disk for both, or from memory.
+    parsing = [seconds_of_parsing(path)]
+    found = [opened_anew(path, cache, processes)]
+    parsing.append(seconds_of_parsing(path))
+    found.append(opened_anew(path, cache, processes))
+    print(
+        f"{number:,d} records, {size / GIB:.2f} GiB of JSON Lines, {num_cores()} cores, {processes} processes: reading "
+        f"and parsing {parsing[0]:.1f} and {parsing[1]:.1f} s, {min(parsing) / found[0].seconds:.0%} of that speed: "
+        f"{line_of(found)}",
+        flush=True,
+    )
+    path.unlink()  # room for the table, and for what it unpacks to
+    if arguments.parquet:
+        write_table(number, arguments.bytes, table)
+        found = [opened_anew(table, cache, processes) for _ in range(2)]
+        print(
+            f"the same as Parquet, {table.stat().st_size / GIB:.2f} GiB, {min(parsing) / found[0].seconds:.0%}: "
+            f"{line_of(found)}",
+            flush=True,
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a line for each number of records."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--bytes", type=int, default=400, help="of a record; 2,000 are 20 GB in 10 million records")
     parser.add_argument("--parquet", action="store_true")
+    parser.add_argument("--processes", type=int, help="of the first pass; default: one for each core")
     parser.add_argument("--processor-time", type=int, metavar="ROUNDS", help="of one process, in place of seconds")
     arguments = parser.parse_args(argv)
     print(machine(), flush=True)
-    for records in arguments.records:
+    for number in arguments.records:
         with tempfile.TemporaryDirectory() as name:
-            path = Path(name) / "data.jsonl"
-            write_data(records, arguments.bytes, path)
-            table = path.with_suffix(".parquet")
-            if arguments.parquet:
-                pq.write_table(pj.read_json(path, pj.ReadOptions(block_size=2**24)), table)
             if arguments.processor_time:
-                parsing, loads, here = processor_seconds(path, Path(name) / "cache", arguments.processor_time)
-                line = (
-                    f"{records:,d} records of {path.stat().st_size / records:,.0f} bytes, processor time of each, us: "
-                    f"parsing {parsing / records * 1e6:.2f}, by json.loads {loads / records * 1e6:.2f}, first pass "
-                    f"{here / records * 1e6:.2f} ({parsing / here:.0%} of the speed of parsing)"
-                )
-                if arguments.parquet:
-                    here = processor_seconds(table, Path(name) / "cache", arguments.processor_time)[2]
-                    line += f", of the same as Parquet {here / records * 1e6:.2f} ({parsing / here:.0%})"
-                print(line, flush=True)
-                continue
-            size = path.stat().st_size
-            parsing = [seconds_of_parsing(path)]
-            first, _ = opened(path, Path(name) / "cache")
-            parsing.append(seconds_of_parsing(path))
-            again, batch = opened(path, Path(name) / "cache")
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-            workers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-            print(
-                f"{records:,d} records, {size / GIB:.2f} GiB of JSON Lines, {num_cores()} cores: reading and parsing "
-                f"{min(parsing):.1f} s, first pass {first:.1f} s ({min(parsing) / first:.0%} of that speed), second "
-                f"start {again:.2f} s, first batch of a shuffled epoch {batch:.2f} s; at most {peak:.2f} GiB in this "
-                f"process, {workers:.2f} GiB in another",
-                flush=True,
-            )
-            if arguments.parquet:
-                found = [opened(table, Path(name) / "cache")[0] for _ in range(2)]
-                print(f"the same as Parquet: first pass {found[0]:.1f} s, second start {found[1]:.2f} s", flush=True)
+                by_processor_time(number, arguments, Path(name))
+            else:
+                by_the_clock(number, arguments, Path(name))
 
 
 if __name__ == "__main__":

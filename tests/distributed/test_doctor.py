@@ -150,3 +150,13 @@ def test_a_failed_self_test_makes_exit_code_1(
     monkeypatch.setattr(doctor, "run_ranks", lambda *_: 1)
     assert doctor.run_doctor(None, 2) == 1
     assert "Self-test: FAIL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("instructions", "said"), [("AVX512-BF16", r"bf16: yes \(.*AVX512-BF16"), (None, "bf16: emulated, and slow")]
+)
+def test_bf16_of_a_cpu_is_said_as_it_is(instructions: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "bf16_instructions", lambda: instructions)
+    [line] = [one for one in doctor.describe_machine() if one.startswith("bf16")]
+    assert re.match(said, line)

@@ -1,6 +1,7 @@
 """python -m tests.stress.machines: runs over several machines: network namespaces with addresses of their own.
 
-Each machine has a link of 1 Gbit/s that delays what it sends by 20 ms, where the kernel can do that. Each is started by
+Each machine has a link of 1 Gbit/s that delays what it sends by 20 ms: by `tc ... netem`, else by TUN devices and this
+process, and where the kernel has neither without a delay. Each is started by
 the command of docs/multi-node.md; one is killed and all are started again; losses and weights are those of one process.
 Needs root on Linux, `ip` and `tc`.
 """
@@ -22,11 +23,13 @@ from functools import cache
 from pathlib import Path
 
 from tests.stress.chaos import compare, finish, last_step, start_run, wait_for_steps, write_run
+from tests.stress.slow_links import delayed_links, has_tun
 
 NUM_STEPS = 8
 KILLED_AFTER = 3
 SECONDS_TO_NOTICE = 90.0
 LINK = ("netem", "delay", "20ms", "rate", "1gbit")
+DELAY, BITS_PER_SECOND = 0.020, 1e9
 
 
 @dataclass(frozen=True)
@@ -64,15 +67,12 @@ def why_not() -> str | None:
 
 @contextmanager
 def namespaces(count: int) -> Iterator[list[str]]:
-    """Lay out machines 10.77.0.1, 10.77.0.2, ... on one switch, and give the names of their namespaces."""
-    hub = f"vembed-{os.getpid()}-hub"
-    names = [f"vembed-{os.getpid()}-{number}" for number in range(count)]
-    made: list[str] = []
-    try:
-        for name in (hub, *names):
-            run("ip", "netns", "add", name)
-            made.append(name)
-            run("ip", "-n", name, "link", "set", "lo", "up")
+    """Lay out machines 10.77.0.1, 10.77.0.2, ... with links between all, and give the names of their namespaces."""
+    if not has_delay() and has_tun():
+        with bare_namespaces(count) as names, delayed_links(names, DELAY, BITS_PER_SECOND):
+            yield names
+        return
+    with bare_namespaces(count + 1) as (*names, hub):
         run("ip", "-n", hub, "link", "add", "switch", "type", "bridge")
         run("ip", "-n", hub, "link", "set", "switch", "up")
         for number, name in enumerate(names):
@@ -83,6 +83,19 @@ def namespaces(count: int) -> Iterator[list[str]]:
             if has_delay():
                 run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", *LINK)
         yield names
+
+
+@contextmanager
+def bare_namespaces(count: int) -> Iterator[list[str]]:
+    """Make namespaces that reach nothing but themselves."""
+    made: list[str] = []
+    try:
+        for number in range(count):
+            name = f"vembed-{os.getpid()}-{number}"
+            run("ip", "netns", "add", name)
+            made.append(name)
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        yield made
     finally:
         for name in reversed(made):
             run("ip", "netns", "delete", name)
@@ -90,14 +103,16 @@ def namespaces(count: int) -> Iterator[list[str]]:
 
 @cache
 def has_delay() -> bool:
-    """Return whether this kernel can delay packets; without it the links are those of the machine."""
+    """Return whether this kernel can delay packets by itself."""
     name = f"vembed-{os.getpid()}-probe"
     run("ip", "netns", "add", name)
     try:
         run("ip", "-n", name, "link", "add", "one", "type", "veth", "peer", "name", "two")
         run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "one", "root", *LINK)
     except subprocess.CalledProcessError as error:
-        print(f"links without delay: {error.stderr.decode().strip()} (tc qdisc ... {' '.join(LINK)})", flush=True)
+        instead = f"delayed by {DELAY:.3f} s in this process" if has_tun() else "without delay"
+        said = error.stderr.decode().strip()
+        print(f"links {instead}: {said} (tc qdisc ... {' '.join(LINK)})", flush=True)
         return False
     finally:
         run("ip", "netns", "delete", name)

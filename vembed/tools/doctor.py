@@ -109,8 +109,10 @@ def describe_machine() -> Iterator[str]:
     yield f"Interconnect: {interconnect(num_devices)}"
     if num_devices:
         yield f"bf16: {'yes' if torch.cuda.is_bf16_supported(including_emulation=False) else 'no'}"
+    elif instructions := bf16_instructions():
+        yield f"bf16: yes (by the CPU's {instructions}, which mixed_precision: auto takes where it pays)"
     else:
-        yield "bf16: yes, but slowly (on the CPU)"
+        yield "bf16: emulated, and slow (the CPU has neither AMX nor AVX512-BF16; mixed_precision: auto keeps float32)"
     for name in OPTIONAL_PACKAGES:
         yield f"{name}: {_version(name)}"
 
