@@ -1,4 +1,4 @@
-"""python -m benchmarks.ring: memory and time of InfoNCE and its gradient over several ranks, in a ring and gathered."""
+"""python -m benchmarks.ring: memory and time of a loss and its gradient over several ranks, in a ring and gathered."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from benchmarks.train import machine
+from vembed.config.entries import LossName
 from vembed.config.schema import TrainConfig
 from vembed.distributed import collectives
 from vembed.distributed.launch import free_port
@@ -71,13 +72,22 @@ def one_pass(
 
 
 def compare(
-    rank: int, world_size: int, port: int, rows: int, dim: int, repeats: int, anchors: int, tile: list[int], out: str
+    rank: int,
+    world_size: int,
+    port: int,
+    rows: int,
+    dim: int,
+    repeats: int,
+    anchors: int,
+    name_of_loss: LossName,
+    tile: list[int],
+    out: str,
 ) -> None:
     """Run one rank: both ways in turns. Rank 0 writes what all have measured."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    loss = build_loss(TrainConfig(model_name="none", data_path="none"))
+    loss = build_loss(TrainConfig(model_name="none", data_path="none", loss=name_of_loss))
     ways: dict[str, LossExchange] = {"gather": Gathered(), "ring": InRing(rank, world_size)}
 
     def run(num: int, exchange: LossExchange) -> tuple[float, torch.Tensor]:
@@ -116,12 +126,20 @@ def compare(
 
 
 def measure(
-    world_size: int, rows: int, dim: int, repeats: int, anchors: int, tile: list[int], folder: Path
+    world_size: int,
+    rows: int,
+    dim: int,
+    repeats: int,
+    anchors: int,
+    name_of_loss: LossName,
+    tile: list[int],
+    folder: Path,
 ) -> dict[str, Any]:
     """Return the largest peak of the ranks, and the seconds of each pass, for both ways."""
     port = free_port()
     out = folder / "ring.json"
-    multiprocessing.spawn(compare, (world_size, port, rows, dim, repeats, anchors, tile, str(out)), world_size)
+    words = (world_size, port, rows, dim, repeats, anchors, name_of_loss, tile, str(out))
+    multiprocessing.spawn(compare, words, world_size)
     by_rank = json.loads(out.read_text())
     names = list(by_rank[0]["memory"])
     return {
@@ -138,19 +156,27 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--own-rows", type=int, default=2**31, help="rows of each rank whose loss is computed, at most")
+    parser.add_argument("--loss", choices=["infonce", "sigmoid"], default="infonce")
     parser.add_argument("--tile", type=int, nargs=2, default=[], help="rows and columns of a tile of the ring")
     arguments = parser.parse_args()
     print(machine(), flush=True)
     for rows in arguments.rows:
         with tempfile.TemporaryDirectory() as name:
             found = measure(
-                arguments.ranks, rows, arguments.dim, arguments.repeats, arguments.own_rows, arguments.tile, Path(name)
+                arguments.ranks,
+                rows,
+                arguments.dim,
+                arguments.repeats,
+                arguments.own_rows,
+                arguments.loss,
+                arguments.tile,
+                Path(name),
             )
         own = min(arguments.own_rows, rows // arguments.ranks)
         memory, seconds = found["memory"], found["seconds"]
         ratios = [one / other for one, other in zip(seconds["ring"], seconds["gather"], strict=True)]
         print(
-            f"{rows:,d} rows, {arguments.dim:,d} dims, {arguments.ranks} ranks, "
+            f"{arguments.loss}, {rows:,d} rows, {arguments.dim:,d} dims, {arguments.ranks} ranks, "
             f"{own:,d} rows of each: peak beyond the own embeddings, "
             f"gathered {memory['gather'] / MEBIBYTE:,.0f} MiB, ring {memory['ring'] / MEBIBYTE:,.0f} MiB, ratio "
             f"{memory['ring'] / memory['gather']:.2f}; loss and gradient, gathered "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -21,7 +22,7 @@ from vembed.config.terms import WHOLE_BATCH
 from vembed.distributed.ring import NeighbourRing
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
-from vembed.losses.exchange import RingParts
+from vembed.losses.exchange import Ring, RingParts, TravellingColumns, Visit
 from vembed.losses.targets import TeacherVectors
 from vembed.losses.tiles import Tiling
 from vembed.training.embedding_exchange import Counts, Gathered, InRing
@@ -136,6 +137,31 @@ def test_ring_is_the_gathered_loss(world_size: int, name: str) -> None:
         got = torch.cat(shares) if key == "embeddings" else torch.stack(shares).sum(0)
         # The rounding is that of the summed terms: relative to the largest gradient, or to one row's share.
         assert float((got - want).abs().max()) <= 1e-9 * max(float(want.abs().max()), 1e-3), key
+
+
+class CountedRing(Ring):
+    """A ring of one rank that counts its rounds."""
+
+    def __init__(self) -> None:
+        self.with_gradient: list[bool] = []
+
+    def visits(self, own: TravellingColumns, *, with_gradient: bool) -> Iterator[Visit]:
+        """See Ring."""
+        self.with_gradient.append(with_gradient)
+        yield from ()
+
+
+@pytest.mark.parametrize(
+    ("options", "rounds"), [({}, [False, True]), ({"loss": "circle"}, [False, True]), ({"loss": "sigmoid"}, [True])]
+)
+def test_rounds_of_the_ring(options: dict[str, Any], rounds: list[bool]) -> None:
+    whole, [part], [[num_inputs, num_rows, num_negatives]] = divided(1)
+    ring = CountedRing()
+    batch = replace(part, ring=RingParts(ring, 0, num_inputs, 0, (slice(0, num_rows),), (torch.arange(num_negatives),)))
+    loss = build_loss(config_of(**options), **SIZES).double()
+    loss(batch).backward()
+    assert ring.with_gradient == rounds, "a score is computed again only where its row's sum is missing"
+    assert whole.num_rows == num_rows
 
 
 def peaks() -> dict[str, int]:

@@ -9,6 +9,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -165,7 +166,7 @@ class ParquetTable(_Rows):
             first = next(batches)
             with pa.ipc.new_file(str(partial), first.schema) as sink:
                 sink.write_batch(first)
-                for batch in batches:
+                for batch in _ahead(batches):
                     sink.write_batch(batch)
             for older in unpacked.parent.glob(f"{unpacked.name.partition('-')[0]}-*.arrow"):
                 older.unlink(missing_ok=True)
@@ -337,6 +338,15 @@ def _bounded(batches: Iterator[pa.RecordBatch], name: str, most: int) -> Iterato
         if total > most:
             raise UserError(f"{name}: its records unpack to more than {most:,d} bytes, far more than the file says")
         yield batch
+
+
+def _ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the batches, each decompressed by a thread while the one before is written."""
+    with ThreadPoolExecutor(1, thread_name_prefix="vembed-parquet") as pool:
+        coming = pool.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = pool.submit(next, batches, None)
+            yield batch
 
 
 def _unpacked_size(file: pq.ParquetFile, names: list[str]) -> int:

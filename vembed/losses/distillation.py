@@ -127,6 +127,7 @@ def squared_errors(
         candidates=candidates,
         similarity=loss.similarity_for(batch.embeddings),
         row_loss=SquaredError,
+        is_separable=True,
         coefficients=(coefficient,),
         margin=None,
         tiling=loss.tiling,

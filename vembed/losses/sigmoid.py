@@ -56,6 +56,7 @@ class SigmoidLoss(ScoredLoss):
             margin=self.config.false_negative_margin,
             tiling=self.tiling,
             guide=guide_for(batch, self.config),
+            is_separable=True,
         )
         dtype = arithmetic_dtype(embeddings)
         scale = self.log_scale.to(embeddings.device, dtype).exp()

@@ -6,7 +6,11 @@ products (scores, gradient of the rows, gradient of the columns), as with the fu
 twice. The forward pass computes the gradient; `backward` only multiplies it by the incoming gradient.
 
 In a ring the columns of other ranks come block by block, and a row's sum is complete after the last. All own rows then
-meet every block twice, and scores are computed twice, in tiles that nothing keeps: O(tile) memory.
+meet every block twice, and scores are computed twice, in tiles that nothing keeps: O(tile) memory, and four matrix
+products.
+
+Where a score's derivative does not depend on the others of its row (`Scoring.is_separable`), each tile is
+differentiated as soon as it is scored: three products, nothing kept, and a ring goes round once.
 """
 
 from __future__ import annotations
@@ -71,6 +75,8 @@ class Scoring:
     """Leave out candidates that this teacher finds too good."""
     teacher: TeacherVectors | None = None
     """Whose scores are the targets of the row losses."""
+    is_separable: bool = False
+    """The row losses are sums of a function of each score, so that no derivative waits for the other scores."""
 
 
 def tiled_loss(embeddings: Tensor, scoring: Scoring, scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -199,7 +205,7 @@ class _Blocks:
         """Accumulate `loss`, and with gradients also `d_scale`, `d_bias` and the table's gradient."""
         num_rows = self.candidates.num_own_rows
         block = min(self.tiling.rows, num_rows)
-        keeps = self.foreign is None and self.with_gradient
+        keeps = self.foreign is None and self.with_gradient and not self.scoring.is_separable
         most = self.tiling.columns if self.foreign else min(self.tiling.columns, max(1, self.num_columns))
         # Buffers are allocated once and reused by every block. Where no logits are read again, all tiles share the
         # buffer of one tile.
@@ -217,6 +223,10 @@ class _Blocks:
     def _block(self, rows: slice, columns: Columns) -> None:
         """Score one block of rows against all columns, and differentiate the same scores."""
         block = self._begin(rows)
+        if self.with_gradient and self.scoring.is_separable:
+            self._differentiate(block, columns, self._scored_tiles(block, columns, keep=False))
+            self._finish(block)
+            return
         # Every tile's logits go into the row sums. They must be complete before any derivative is known.
         tiles = list(self._scored_tiles(block, columns, keep=self.with_gradient))
         self._finish(block)
@@ -227,6 +237,13 @@ class _Blocks:
         """Score all blocks of rows against the own columns and those that come round; then the same with gradients."""
         assert self.foreign is not None
         own = HomeColumns(self.table, self.foreign.counts, self.guide, self.teacher)
+        if self.with_gradient and self.scoring.is_separable:
+            for columns in self._rounds(home, own, with_gradient=True):
+                for block in blocks:
+                    self._differentiate(block, columns, self._scored_tiles(block, columns, keep=False))
+            for block in blocks:
+                self._finish(block)
+            return
         # First round: sums only. A row's sum is complete when the last block has passed.
         for columns in self._rounds(home, own, with_gradient=False):
             for block in blocks:
