@@ -18,6 +18,7 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test outlives a power cut, and waiting for the disk is a sixth of a small run. Tests of flushing replace it again.
 os.fsync = lambda _: None
+gc.disable()  # until all tests are collected: what is imported stays
 
 LONG = (
     "config/test_effects.py", "families/test_learning.py", "models/test_sharded.py", "parity/test_families_parity.py",
@@ -60,6 +61,7 @@ def pytest_collection_finish() -> None:
     """Leave the modules that are loaded now out of every later garbage collection, and let collections of all objects
     be ten times as rare: tests load more modules, and each collection passes them all (a third of the time of some
     files)."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 100)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.commands import CODE, command
-from tests.harness import RankFailed, rank_outcomes, run_ranks
+from tests.harness import RankFailed, rank_outcomes, result_of, run_cases, run_ranks
 
 
 def add_ranks(offset: int) -> tuple[int, torch.Tensor]:
@@ -83,3 +83,23 @@ print(done.returncode, done.stdout.strip())
 def test_a_python_that_a_command_starts_is_forked_too() -> None:
     done = command(PARENT, module=CODE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "3 True\n", "")
+
+
+def halved(number: int) -> tuple[int, float]:
+    if number < 0:
+        raise ValueError(f"{number} is negative")
+    return int(os.environ["MASTER_PORT"]), number / 2
+
+
+def test_cases_run_on_the_same_ranks_with_ports_of_their_own() -> None:
+    found = run_cases(halved, 2, {"four": (4,), "six": (6,)}, process_group=False)
+    ports = {name: {port for port, _ in result_of(found, name)} for name in found}
+    assert all(len(own) == 1 for own in ports.values()) and ports["four"] != ports["six"]
+    assert [[half for _, half in result_of(found, name)] for name in found] == [[2, 2], [3, 3]]
+
+
+def test_a_case_that_fails_takes_no_other_with_it() -> None:
+    found = run_cases(halved, 2, {"wrong": (-1,), "four": (4,)}, process_group=False)
+    assert [half for _, half in result_of(found, "four")] == [2, 2]
+    with pytest.raises(RankFailed, match="-1 is negative"):
+        result_of(found, "wrong")
