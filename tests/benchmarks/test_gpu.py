@@ -45,7 +45,8 @@ def test_4_bit_weights_whose_bits_look_like_no_numbers_are_saved(tmp_path: Path)
 def test_compiled_layers_give_the_same_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Compiling takes seconds for each layer.
     monkeypatch.setattr(gpu_correctness, "small", lambda shape: replace(small(shape), layers=1))
-    assert rows(tmp_path, "--row", "compiled")["equal gradients: compiled"]["gradients"] < 1e-3
+    found = rows(tmp_path, "--part", "correctness", "--row", "compiled")
+    assert found["equal gradients: compiled"]["gradients"] < 1e-3
 
 
 def test_speed_and_memory_on_tiny_models(tmp_path: Path) -> None:

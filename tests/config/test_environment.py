@@ -14,7 +14,7 @@ REASONS = {
     "config.loading": "the launcher's variables are one of the sources of options",
     "config.output_folder": "ranks take the time in a folder's name from the process that started them",
     "config.user_folders": "the user's cache folder, by the desktop standard",
-    "data.index_worker": "the environment of the processes that read large data",
+    "data.pipe_messages": "the environment of the processes that read large data and decode images",
     "distributed.environment": "torch's variables of the process group",
     "distributed.heartbeat": "torch's address of the process group, and the launcher's folder for messages",
     "distributed.launch": "the environment of the processes that are started",

@@ -54,6 +54,7 @@ class OnTwoRanks:
     """As much of a session as the advice asks for."""
 
     rank, world_size, device = 0, 2, CPU
+    keeps_gathered = False
 
     def __init__(self, **options: Any) -> None:
         self.placement = place(resolve(options), RankInfo(0, 2, 0, 2, launched=True), CPU, 2**34)

@@ -124,7 +124,8 @@ def test_pairs_with_a_column_that_says_which_match_are_warned_of(tmp_path: Path,
 
 def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path: Path) -> None:
     rows = [{"text": f"{['cat', 'dog', 'cow'][n % 3]} number {n}", "label": n % 3} for n in range(90)]
-    train, held = hold_out(opened(tmp_path, rows), 0.3, seed=1)
+    train, numbered = hold_out(opened(tmp_path, rows), 0.3, seed=1)
+    held = [one for _, one in numbered]
     assert len(held) == 27 and len(train) == 63
     data = from_examples(held, "held")
     assert isinstance(data, RetrievalData)
