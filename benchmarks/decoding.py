@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ MICRO_BATCH = 25
 """Images of a micro-batch."""
 WIDTH = 64
 """Size of the embeddings that the model returns."""
+PASSES = 5
 SECONDS_TO_START = 5.0
 """Time in which the processes that decode start, if they are needed."""
 
@@ -124,6 +126,7 @@ class Speeds:
     cold: float
     """Before the processes that decode are ready."""
     warm: float
+    """The median of PASSES passes over the images."""
     num_processes: int
     """Processes that were ready when `warm` was measured."""
 
@@ -158,8 +161,11 @@ def in_steps(folder: Path, paths: list[Path], cores: int, *, cache: bool, batch_
             while len(decoders.pids) < cores and time.perf_counter() < until:
                 featuriser.forget_images()
                 speed()
-            featuriser.forget_images()
-            return Speeds(cold, speed(), len(decoders.pids))
+            passes = []
+            for _ in range(PASSES):
+                featuriser.forget_images()
+                passes.append(speed())
+            return Speeds(cold, median(passes), len(decoders.pids))
         finally:
             decoders.close()
 
