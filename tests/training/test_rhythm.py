@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,18 @@ def test_a_resumed_run_keeps_what_was_decided(run: tuple[dict[str, Any], Path, v
         name: before[name] for name in ("learning_rate", "eval_steps", "save_steps", "logging_steps")
     }
     assert state is None or state["config"]["learning_rate"] == before["learning_rate"]
+
+
+def test_a_model_that_learned_without_pairs_counted_as_an_embedding_model(
+    run: tuple[dict[str, Any], Path, vembed.TrainResult], tmp_path: Path
+) -> None:
+    """Pre-training by the next token saves final/ as every run does, beside the config that tells of it."""
+    settings, _, result = run
+    for loss, kind in (("infonce", "an embedding model already"), ("none", "no embedding model yet")):
+        before = tmp_path / loss
+        shutil.copytree(result.model_dir, before / "final")
+        (before / "config.yaml").write_text(f"loss: {loss}\nlosses: null\n")
+        options = ["max_steps=1", "report_to=none", "eval_before=false"]
+        changes = [f"model_name={before / 'final'}", f"output_dir={before / 'next'}", *options]
+        again = vembed.train({**settings, "val_data_path": None}, changes)
+        assert f"dimensions, {kind}" in (again.output_dir / "training_log.txt").read_text()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+import yaml
 from torch import nn
 
 from vembed.config.rate import HEAD, Trained, What, peak_rate
@@ -49,7 +50,19 @@ def with_rate(config: TrainConfig, embedder: EmbeddingModel, session: Session, t
 
 
 def _is_tuned(folder: Path) -> bool:
-    return any((one / "modules.json").is_file() for one in (folder, folder.parent))
+    """Return whether the folder is that of an embedding model: it names a pooling, and has learned from pairs."""
+    return any((one / "modules.json").is_file() for one in (folder, folder.parent)) and not _is_pretrained(folder)
+
+
+def _is_pretrained(folder: Path) -> bool:
+    """Return whether a run of vembed without a loss over pairs wrote the folder, such as one on the next token.
+
+    It saves the layout of an embedding model as every run does."""
+    config = folder.parent / "config.yaml"
+    if folder.name != "final" or not config.is_file():
+        return False
+    written = yaml.safe_load(config.read_text("utf-8"))
+    return isinstance(written, dict) and written.get("loss") == "none" and not written.get("losses")
 
 
 def has_initial_norms(model: nn.Module) -> bool:
