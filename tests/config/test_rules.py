@@ -8,7 +8,7 @@ import pytest
 
 from tests.config.conftest import WriteConfig
 from vembed.config import rules
-from vembed.config.entries import LossName
+from vembed.config.entries import DataSource, LossName
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import READS
@@ -132,6 +132,10 @@ def test_global_batch_that_cannot_be_divided() -> None:
         ({"val_data_path": "d"}, "val_data_path is the training data"),
         ({"use_lora": True, "learning_rate": 2e-5}, "learning_rate: 2e-05 is a rate for training all weights"),
         ({"patience": 3}, "patience: 3 has no effect without val_data_path"),
+        (
+            {"query_prompt": "Instruct: find\\nQuery:"},
+            "query_prompt: Instruct: find\\nQuery: holds a backslash and an n where a line break is usual",
+        ),
         ({"image_model_name": "i", "learning_rate": 1e-5}, "head_learning_rate is not set: the projections"),
     ],
 )
@@ -140,9 +144,16 @@ def test_what_has_no_effect_is_said(values: dict[str, Any], remark: str) -> None
     assert [line for line in notes if line.startswith(remark)], notes
 
 
+def test_prompts_of_sources_may_lack_a_line_break_too() -> None:
+    sources: list[str | DataSource] = [DataSource(path="a", document_prompt="doc:\\n"), "b"]
+    (remark,) = rules.remarks(TrainConfig(model_name="m", data_path=sources))
+    assert remark.startswith("data_path, a: document_prompt: doc:\\n holds a backslash and an n")
+
+
 def test_defaults_cause_no_remark() -> None:
     assert rules.remarks(config()) == []
     assert rules.remarks(config(use_lora=True, learning_rate=2e-4)) == []
+    assert rules.remarks(config(query_prompt="Instruct: find\nQuery:")) == []
     assert rules.remarks(config(image_model_name="i", head_learning_rate=2e-5)) == []
 
 

@@ -117,13 +117,15 @@ def test_fields_may_be_separated_otherwise_than_the_ending_says(tmp_path: Path, 
     assert [store[i].query.text for i in range(2)] == ['a; "b", c|d', "e"]
 
 
-def test_texts_that_look_like_paths_of_images_are_noted(tmp_path: Path) -> None:
+def test_texts_that_look_like_paths_of_images_are_warned_of(tmp_path: Path) -> None:
     records = [{"query": f"shoe {i}", "positive": f"pics/a b/{i}.JPG"} for i in range(30)]
     path = write_jsonl(tmp_path / "a.jsonl", records)
-    (hint,) = (line for line in open_path(path).summary() if "retrieval_mode" in line)
+    (hint,) = open_path(path).warnings()
     assert "its documents look like paths of images ('pics/a b/0.JPG')" in hint and hint.endswith("t2i")
     path = write_jsonl(tmp_path / "b.jsonl", [*records[:5], {"query": "q", "positive": "a text.png and more"}])
-    assert not [line for line in open_path(path).summary() if "retrieval_mode" in line]
+    assert open_path(path).warnings() == []
+    (hint,) = open_path(path, max_train_examples=5).warnings()
+    assert hint.endswith("retrieval_mode: t2i"), "as far as the run reads them"
 
 
 def test_skip_drops_and_counts(tmp_path: Path) -> None:
@@ -135,6 +137,8 @@ def test_skip_drops_and_counts(tmp_path: Path) -> None:
     assert store.num_skipped == 3
     assert "3 bad records left out" in store.summary()[0]
     assert any("a.jsonl:4: query is null" in line for line in store.summary())
+    (warning,) = store.warnings()
+    assert "a.jsonl: 3 of 30 records cannot be used and are left out" in warning, "seen without opening the log"
 
 
 def test_skip_with_nothing_left(tmp_path: Path) -> None:

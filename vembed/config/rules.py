@@ -330,6 +330,22 @@ LEAST_OF_ADAPTERS = 1e-4
 """Learning rate below which adapters hardly learn in a usual run."""
 
 
+def _prompts_without_line_breaks(config: TrainConfig) -> list[str]:
+    """Return one sentence per prompt that holds a backslash and an n, which shells and plain YAML leave as they are."""
+    prompts = {"query_prompt": config.query_prompt, "document_prompt": config.document_prompt}
+    for source in data_entries(config):
+        prompts |= {
+            f"data_path, {source.path}: query_prompt": source.query_prompt,
+            f"data_path, {source.path}: document_prompt": source.document_prompt,
+        }
+    return [
+        f"{name}: {prompt} holds a backslash and an n where a line break is usual, and the model reads them so: "
+        "a line break is \"\\n\" in double quotes in a YAML file, and $'\\n' in a shell"
+        for name, prompt in prompts.items()
+        if prompt is not None and "\\n" in prompt
+    ]
+
+
 def remarks(config: TrainConfig) -> list[str]:
     """Return one sentence per option that has no effect or may be misunderstood."""
     values, defaults = dict(config), TrainConfig(model_name="-", data_path="-")
@@ -380,6 +396,7 @@ def remarks(config: TrainConfig) -> list[str]:
             f"learning_rate: {given:g} is a rate for training all weights, and adapters learn little with it: leave it "
             "out (auto), or give about ten times that"
         )
+    found += _prompts_without_line_breaks(config)
     if config.image_model_name is not None and config.head_learning_rate is None and given != "auto":
         found.append(
             "head_learning_rate is not set: the projections of two towers that never met are new, and learn little at "

@@ -115,31 +115,22 @@ class _Source:
         parts += [f"{name} {value!r}" for name, value in asdict(self.read_as).items() if value is not None]
         return "data: " + ", ".join(parts)
 
-    def hints(self) -> list[str]:
-        """Return advice if the first texts look like paths of images."""
-        first = [self.example(number) for number in range(min(NUM_LOOKED_AT, self.size))]
-        queries = [one.query for one in first]
-        documents = [positive for one in first for positive in one.positives]
-        are_paths = [all(_PATH.fullmatch(item.text or "") for item in items) for items in (queries, documents)]
-        if not any(are_paths):
-            return []
-        mode = "2".join("i" if is_path else "t" for is_path in are_paths)
-        which = " and ".join(name for name, is_path in zip(("queries", "documents"), are_paths, strict=True) if is_path)
-        example = (documents if are_paths[1] else queries)[0].text
-        return [
-            f"{self.name}: its {which} look like paths of images ({example!r:.80}), and are taken for texts: if they "
-            f"are paths, set retrieval_mode: {mode}"
-        ]
-
     def doubts(self) -> list[str]:
-        """Return what is probably not meant: pairs whose column of judgements is not read, and lists that a table of
-        texts holds as one text each."""
+        """Return what is probably not meant: pairs whose column of judgements is not read, paths of images that are
+        taken for texts, lists that a table of texts holds as one text each, and records that were left out."""
         is_pairs = self.labels is None and not self.index.counts.scored and self.form.takes_matches
         judgement = unread_judgement(self.index.unused) if is_pairs else None
         found = [] if judgement is None else [judgement]
+        num_bad, num_records = self.index.num_bad, len(self.index) + self.index.num_bad
+        if num_bad:
+            found.append(
+                f"{num_bad:,d} of {num_records:,d} records cannot be used and are left out (on_bad_record: skip); the "
+                "log names the first"
+            )
+        first = [self.example(number) for number in range(min(NUM_LOOKED_AT, self.size))]
+        found += _paths_taken_for_texts(first)
         if not self.reader.numbers_in_text:
             return found
-        first = [self.example(number) for number in range(min(NUM_LOOKED_AT, self.size))]
         for name, texts in (
             ("positives", [item.text or "" for one in first for item in one.positives]),
             ("negatives", [item.text or "" for one in first for item in one.negatives]),
@@ -242,7 +233,6 @@ class ExampleStore:
                 lines.append(f"left out: {source.index.num_bad - len(source.index.problems):,d} more of {source.name}")
             if source.index.unused:
                 lines.append(f"{source.name}: not used: {listed(source.index.unused)}")
-            lines += source.hints()
         if len(self._sources) > 1:
             lines.append(f"data: {len(self):,d} examples of {len(self._sources):,d} sources")
         return lines
@@ -393,6 +383,24 @@ def _fingerprint(config: TrainConfig, given: Sequence[DataSource], sources: Sequ
             for one, entry in zip(sources, given, strict=True)
         ],
     )
+
+
+def _paths_taken_for_texts(examples: Sequence[Example]) -> list[str]:
+    """Return advice if the texts of all these examples look like paths of images."""
+    queries = [one.query for one in examples]
+    documents = [positive for one in examples for positive in one.positives]
+    are_paths = [
+        bool(items) and all(_PATH.fullmatch(item.text or "") for item in items) for items in (queries, documents)
+    ]
+    if not any(are_paths):
+        return []
+    mode = "2".join("i" if is_path else "t" for is_path in are_paths)
+    which = " and ".join(name for name, is_path in zip(("queries", "documents"), are_paths, strict=True) if is_path)
+    example = (documents if are_paths[1] else queries)[0].text
+    return [
+        f"its {which} look like paths of images ({example!r:.80}), and are taken for texts: if they are paths, set "
+        f"retrieval_mode: {mode}"
+    ]
 
 
 def _own(read_as: ReadAs) -> list[tuple[object, ...]]:
