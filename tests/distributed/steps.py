@@ -53,10 +53,12 @@ class Lines(logging.Handler):
 
 
 def listen() -> list[str]:
-    """From here on, the lines of the vembed log."""
-    handler = Lines()
-    logging.getLogger("vembed").addHandler(handler)
-    logging.getLogger("vembed").setLevel(logging.INFO)
+    """From here on, the lines of the vembed log, until somebody listens again: a rank runs several cases."""
+    handler, log = Lines(), logging.getLogger("vembed")
+    for earlier in [one for one in log.handlers if isinstance(one, Lines)]:
+        log.removeHandler(earlier)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
     return handler.lines
 
 
@@ -110,8 +112,7 @@ def sharded_step(
     "each" reduces gradients after each micro-batch."""
     options = options or {}
     pattern = options.get("pattern")
-    if "local_world_size" in options:
-        os.environ["LOCAL_WORLD_SIZE"] = str(options["local_world_size"])
+    os.environ["LOCAL_WORLD_SIZE"] = str(options.get("local_world_size", os.environ["WORLD_SIZE"]))
     lines = listen()
     with start_session(config) as session:
         built, featuriser = build(config, dtype=dtype, meta=session.builds_empty, edit=edit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from tests.distributed.steps import Result, build, config_of, listen, parts_of, sharded_step, share_of_loss, whole_step
-from tests.harness import run_ranks
+from tests.harness import result_of, run_cases
 from tests.tiny import shared, tiny_bert
 from vembed.distributed import parameters
 from vembed.distributed.session import start_session
@@ -104,12 +105,19 @@ def lora_step(folder: str, version: int) -> Result:
     return sharded_step(config, dtype=torch.float32, edit=add_lora)
 
 
+@cache
+def lora_on_ranks() -> dict[str, Any]:
+    """Both versions of FSDP in one start of the ranks."""
+    folder = str(shared(tiny_bert, layers=3))
+    return run_cases(lora_step, 2, {str(version): (folder, version) for version in (1, 2)}, process_group=False)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.promise("D23", "D29", "D37")
 def test_lora_trains_adapters_alone_over_a_frozen_base(version: int) -> None:
     folder = str(shared(tiny_bert, layers=3))
-    first, second = run_ranks(lora_step, 2, folder, version, process_group=False)
+    first, second = result_of(lora_on_ranks(), str(version))
     whole = whole_step(config_of(folder, gradient_checkpointing=False), 2, dtype=torch.float32, edit=add_lora)
     frozen = "torch.bfloat16" if version == 2 else "torch.float32"
     assert set(first.facts["dtypes"]) == {("torch.float32", True), (frozen, False)}
@@ -139,36 +147,43 @@ def seen_in_bf16(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     setattr(dist, name, reduce_scatter)
     with start_session(config_of(folder, use_fsdp=True, gradient_checkpointing=False, **options)) as session:
         model, featuriser = build(session.config, dtype=torch.float32, meta=session.builds_empty)
-        names = model.description.layer_classes
-        model = session.prepare(model, names)
+        layers = model.description.layer_classes
+        model = session.prepare(model, layers)
 
         def note(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
             seen["hooks"] += 1
             seen["computed_in"] = str((output if isinstance(output, Tensor) else output[0]).dtype)
 
-        for layer in [one for one in model.modules() if type(one).__name__.removeprefix("FSDP") in names]:
+        for layer in [one for one in model.modules() if type(one).__name__.removeprefix("FSDP") in layers]:
             layer.register_forward_hook(note)
         (output,) = model(parts_of(featuriser, session.rank, 0))
         output.sum().backward()
         seen["output"] = str(output.dtype)
         seen["masters"] = sorted({str(one.dtype) for one in parameters.full_state_dict(model).values()})
         seen["gradients"] = sorted({str(one.grad.dtype) for one in model.parameters() if one.grad is not None})
+    setattr(dist, name, original)
     return seen
 
 
-@pytest.mark.parametrize(
-    ("options", "reduced_in"),
-    [
-        ({"fsdp_version": 1, "mixed_precision": "bf16"}, "torch.float32"),
-        ({"mixed_precision": "bf16"}, "torch.float32"),
-        ({"fsdp_mixed_precision": True, "fsdp_param_dtype": "bfloat16"}, "torch.float32"),
-        ({"fsdp_param_dtype": "bfloat16", "fsdp_reduce_dtype": "bfloat16"}, "torch.bfloat16"),
-    ],
-    ids=str,
-)
+IN_BF16: list[tuple[dict[str, Any], str]] = [
+    ({"fsdp_version": 1, "mixed_precision": "bf16"}, "torch.float32"),
+    ({"mixed_precision": "bf16"}, "torch.float32"),
+    ({"fsdp_mixed_precision": True, "fsdp_param_dtype": "bfloat16"}, "torch.float32"),
+    ({"fsdp_param_dtype": "bfloat16", "fsdp_reduce_dtype": "bfloat16"}, "torch.bfloat16"),
+]
+
+
+@cache
+def bf16_on_ranks() -> dict[str, Any]:
+    """All options in one start of the ranks."""
+    folder = str(shared(tiny_bert, layers=3))
+    return run_cases(seen_in_bf16, 2, {str(options): (folder, options) for options, _ in IN_BF16}, process_group=False)
+
+
+@pytest.mark.parametrize(("options", "reduced_in"), IN_BF16, ids=str)
 @pytest.mark.promise("B13", "C23", "D15", "E13", "E17")
 def test_bf16_computes_in_bf16_and_keeps_float32_masters(options: dict[str, Any], reduced_in: str) -> None:
-    seen, _ = run_ranks(seen_in_bf16, 2, str(shared(tiny_bert, layers=3)), options, process_group=False)
+    seen, _ = result_of(bf16_on_ranks(), str(options))
     assert seen == {
         "hooks": 3,
         "reduced_in": {reduced_in},
@@ -198,13 +213,25 @@ def norms_in_bf16(folder: str, options: dict[str, Any]) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"fsdp_version": 1}, {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}]
-)
+FORGETTING: list[dict[str, Any]] = [
+    {},
+    {"fsdp_version": 1},
+    {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+]
+
+
+@cache
+def norms_on_ranks() -> dict[str, Any]:
+    """All options in one start of the ranks."""
+    folder = str(shared(tiny_bert, layers=3))
+    return run_cases(norms_in_bf16, 2, {str(options): (folder, options) for options in FORGETTING}, process_group=False)
+
+
+@pytest.mark.parametrize("options", FORGETTING)
 def test_a_forward_without_backward_costs_no_gradient(options: dict[str, Any]) -> None:
     folder = str(shared(tiny_bert, layers=3))
     whole = whole_step(config_of(folder, gradient_checkpointing=False), 2, dtype=torch.float32)
-    for norms in run_ranks(norms_in_bf16, 2, folder, options, process_group=False):
+    for norms in result_of(norms_on_ranks(), str(options)):
         assert norms == [norms[0]] * 3
         assert norms[0] == pytest.approx(whole.norm, rel=0.02)
 
@@ -222,11 +249,18 @@ def prepared_weights(folder: str, efficient: bool) -> tuple[int, int, dict[str, 
         return real, total, parameters.full_state_dict(model), session.builds_empty
 
 
+@cache
+def weights_on_ranks() -> dict[str, Any]:
+    """Both ways in one start of the ranks."""
+    folder = str(shared(tiny_bert, layers=3))
+    return run_cases(prepared_weights, 3, {str(one): (folder, one) for one in (True, False)}, process_group=False)
+
+
 @pytest.mark.parametrize("efficient", [True, False])
 @pytest.mark.promise("D09")
 def test_only_rank_0_reads_weights_and_all_have_them_afterwards(efficient: bool) -> None:
     folder = str(shared(tiny_bert, layers=3))
-    results = run_ranks(prepared_weights, 3, folder, efficient, process_group=False)
+    results = result_of(weights_on_ranks(), str(efficient))
     assert [real for real, *_ in results] == [results[0][1]] + [0 if efficient else results[0][1]] * 2
     assert [empty for *_, empty in results] == [False, efficient, efficient]
     whole, _ = build(config_of(folder), dtype=torch.float32)
@@ -256,19 +290,30 @@ def edited(folder: str, options: dict[str, Any], name: str) -> tuple[dict[str, T
             return parameters.full_state_dict(model), model(parts_of(featuriser, 0, 0))[0]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"use_fsdp": True}, {"use_fsdp": True, "fsdp_version": 1}, {"strategy": "ddp"}],
-    ids=["fsdp2", "fsdp1", "ddp"],
-)
+EDITED = "backbone.encoder.layer.1.output.dense.weight"
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "fsdp2": {"use_fsdp": True},
+    "fsdp1": {"use_fsdp": True, "fsdp_version": 1},
+    "ddp": {"strategy": "ddp"},
+}
+
+
+@cache
+def edited_on_ranks() -> dict[str, Any]:
+    """Every strategy in one start of the ranks."""
+    folder = str(shared(tiny_bert, layers=3))
+    cases = {name: (folder, options, EDITED) for name, options in STRATEGIES.items()}
+    return run_cases(edited, 2, cases, process_group=False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.promise("B18")
-def test_weights_can_be_edited_on_shards(options: dict[str, Any]) -> None:
+def test_weights_can_be_edited_on_shards(strategy: str) -> None:
     folder = str(shared(tiny_bert, layers=3))
     whole, featuriser = build(config_of(folder), dtype=torch.float64)
-    name = "backbone.encoder.layer.1.output.dense.weight"
-    whole.get_parameter(name).data = project_out(whole.get_parameter(name).data)
+    whole.get_parameter(EDITED).data = project_out(whole.get_parameter(EDITED).data)
     expected = whole(parts_of(featuriser, 0, 0))[0]
-    results = run_ranks(edited, 2, folder, options, name, process_group=False)
+    results = result_of(edited_on_ranks(), strategy)
     for _, output in results:
         torch.testing.assert_close(output, expected.detach())
     state = results[0][0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.distributed.steps import (
     share_of_loss,
     whole_step,
 )
-from tests.harness import run_ranks
+from tests.harness import result_of, run_cases, run_ranks
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3, tiny_siglip
 from vembed.distributed import placement, session
 
@@ -61,13 +62,26 @@ def run_case(folder: str, config_options: dict[str, Any], step_options: dict[str
     return sharded_step(config_of(folder, gradient_checkpointing=False, **config_options), step_options)
 
 
+@cache
+def results_on(num_ranks: int) -> dict[str, Any]:
+    """All cases of so many ranks, in one start of them."""
+    folder = str(shared(tiny_bert, layers=3))
+    cases = {name: (folder, *options) for name, (ranks, *options) in CASES.items() if ranks == num_ranks}
+    return run_cases(run_case, num_ranks, cases, process_group=False)
+
+
+@cache
+def whole_of(folder: str, num_ranks: int) -> Result:
+    """The steps of so many ranks in one process."""
+    return whole_step(config_of(folder, gradient_checkpointing=False), num_ranks)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.promise("A23", "B01", "B05", "C07", "C08", "C24", "D10", "D27", "D38", "E01")
 def test_gradient_is_that_of_one_process(name: str) -> None:
-    num_ranks, config_options, step_options = CASES[name]
-    folder = str(shared(tiny_bert, layers=3))
-    whole = whole_step(config_of(folder, gradient_checkpointing=False), num_ranks)
-    results = run_ranks(run_case, num_ranks, folder, config_options, step_options, process_group=False)
+    num_ranks = CASES[name][0]
+    whole = whole_of(str(shared(tiny_bert, layers=3)), num_ranks)
+    results: list[Result] = result_of(results_on(num_ranks), name)
     check_against_one_process(results, whole)
     if name == "no_shard":
         assert (
@@ -95,7 +109,7 @@ def test_units_by_size_are_no_bare_linear_layers_and_return_no_views() -> None:
     assert [warned for _, warned in found] == [[], []]
     (units,) = (line for line in found[0][0].lines if line.startswith("FSDP2: "))
     assert "Qwen3MLP" in units and "Linear" not in units
-    whole = whole_step(config_of(folder, gradient_checkpointing=False), 2)
+    whole = whole_of(folder, 2)
     check_against_one_process([result for result, _ in found], whole)
 
 
@@ -111,8 +125,10 @@ def reduction(folder: str, limit: float) -> tuple[bool, list[str]]:
 
 def test_large_gradients_are_reduced_after_every_micro_batch() -> None:
     folder = str(shared(tiny_bert, layers=3))
-    for limit, every in ((0.2, False), (1e-9, True)):
-        for reduces, (line,) in run_ranks(reduction, 2, folder, limit, process_group=False):
+    limits = {"once": (folder, 0.2), "every": (folder, 1e-9)}
+    results = run_cases(reduction, 2, limits, process_group=False)
+    for name, every in (("once", False), ("every", True)):
+        for reduces, (line,) in result_of(results, name):
             assert reduces is every
             assert line.startswith(
                 f"gradients: reduced {'after every micro-batch' if every else 'once per step'} (whole"
@@ -142,10 +158,9 @@ def gathers_of_fsdp1(folder: str, strategy: str) -> tuple[set[str], int]:
 
 def test_units_of_fsdp1_have_the_strategy_that_was_asked_for() -> None:
     folder = str(shared(tiny_bert, layers=3))
-    found = {
-        name: run_ranks(gathers_of_fsdp1, 2, folder, name, process_group=False)[0]
-        for name in ("FULL_SHARD", "SHARD_GRAD_OP")
-    }
+    cases = {name: (folder, name) for name in ("FULL_SHARD", "SHARD_GRAD_OP")}
+    results = run_cases(gathers_of_fsdp1, 2, cases, process_group=False)
+    found = {name: result_of(results, name)[0] for name in cases}
     assert {name: units for name, (units, _) in found.items()} == {name: {name} for name in found}
     assert found["SHARD_GRAD_OP"][1] < found["FULL_SHARD"][1], "parameters stay whole until the backward pass"
 
@@ -162,18 +177,32 @@ def outputs_in(folder: str, dtype: str | None) -> tuple[str, float]:
 
 def test_the_output_dtype_is_that_of_the_model_and_of_no_unit() -> None:
     folder = str(shared(tiny_bert))
-    (plain, exact), *_ = run_ranks(outputs_in, 2, folder, None, process_group=False)
-    (narrow, rounded), *_ = run_ranks(outputs_in, 2, folder, "bfloat16", process_group=False)
+    cases = {"plain": (folder, None), "narrow": (folder, "bfloat16")}
+    results = run_cases(outputs_in, 2, cases, process_group=False)
+    (plain, exact), (narrow, rounded) = (result_of(results, name)[0] for name in cases)
     assert (plain, narrow) == ("torch.float32", "torch.bfloat16")
     assert rounded == pytest.approx(exact, abs=0.2)
 
 
-@pytest.mark.parametrize("make", [tiny_qwen3, tiny_clip, tiny_siglip])
+FAMILIES = (tiny_qwen3, tiny_clip, tiny_siglip)
+
+
+@cache
+def families_on_ranks() -> dict[str, Any]:
+    """Every family under both versions of FSDP, in one start of the ranks."""
+    cases = {
+        f"{make.__name__}-{version}": (str(shared(make)), {"use_fsdp": True, "fsdp_version": version}, {})
+        for make in FAMILIES
+        for version in (1, 2)
+    }
+    return run_cases(run_case, 2, cases, process_group=False)
+
+
+@pytest.mark.parametrize("make", FAMILIES)
 @pytest.mark.promise("B32")
 def test_other_families_shard_without_options_of_their_own(make: Any) -> None:
-    folder = str(shared(make))
-    whole = whole_step(config_of(folder, gradient_checkpointing=False), 2)
+    whole = whole_of(str(shared(make)), 2)
     for version in (1, 2):
-        results = run_ranks(run_case, 2, folder, {"use_fsdp": True, "fsdp_version": version}, {}, process_group=False)
+        results: list[Result] = result_of(families_on_ranks(), f"{make.__name__}-{version}")
         check_against_one_process(results, whole)
     assert any(line.startswith("FSDP2: ") and " units (" in line for line in results[0].lines)
