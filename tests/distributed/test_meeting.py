@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -74,6 +75,7 @@ def all_meetings(folder: str) -> dict[str, str | None]:
     warnings.simplefilter("ignore")  # pydantic's, on values of other types
     rank, base = int(os.environ["RANK"]), Path(folder)
     meeting.LINGER_SECONDS = 1.0
+    meeting.versions = cache(meeting.versions)  # which reads all sources at each meeting
     STORE[:] = [rendezvous.connect(read_rank_info(), Limit(1))]
     run = resolve_run({"model_name": f"{folder}/model", "data_path": f"{folder}/a.jsonl", "max_steps": 5})
     said: dict[str, str | None] = {}
