@@ -71,6 +71,18 @@ def test_a_search_that_fails_in_the_middle_goes_on(
         run_tune(Search(str(config), ("seed=3",), tmp_path / "tune", 5))
 
 
+def test_a_search_that_goes_on_tries_nothing_twice(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {**yaml.safe_load(config.read_text()), "learning_rate": 1e-4}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(given))
+    monkeypatch.setattr(searching, "_run", lambda *arguments: ([0.5], tmp_path))
+    for trials in (2, 3, 4):  # each start draws its first guesses at random
+        run_tune(Search(str(config), ("learning_rate=1e-4",), tmp_path / "tune", trials, ("learning_rate",)))
+    tried = [one["options"]["learning_rate"] for one in json.loads((tmp_path / "tune" / "trials.json").read_text())]
+    assert len(tried) == len(set(tried)) == 4
+
+
 def test_two_processes_share_the_trials(config: Path, tmp_path: Path) -> None:
     flags = ["--trials", "6", "--output", str(tmp_path / "tune"), "--options", "learning_rate,temperature"]
     done = command("tune", str(config), *flags, "--nproc", "2")

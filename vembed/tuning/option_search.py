@@ -33,6 +33,8 @@ WORKER = "VEMBED_TUNE_WORKER"
 QUIETLY = ("console=quiet", "report_to=none", "overwrite=true", "resume=false", "save_steps=null",
            "load_best_model_at_end=false", "patience=null")  # fmt: skip
 """Options that are off in a trial: it is scored by its best evaluation, and its weights are not kept."""
+SEEDS_OF_A_TRIAL = 1_000
+"""Distance between the seeds of two starts of a search, by the trials that each finds."""
 REDUCTION = 3
 """Successive halving: of the trials that have come to an evaluation, a third goes on to three times as many."""
 
@@ -236,15 +238,18 @@ def _study(search: Search) -> Any:
     from optuna.storages.journal import JournalFileBackend
 
     number = int(os.environ.get(WORKER, "0"))
-    return optuna.create_study(
+    study = optuna.create_study(
         study_name=STUDY,
         storage=JournalStorage(JournalFileBackend(str(search.folder / JOURNAL))),
-        # Each process draws its own first guesses, and what runs already counts as bad: no two try the same.
-        sampler=optuna.samplers.TPESampler(seed=search.seed + number, n_startup_trials=6, constant_liar=True),
         pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=REDUCTION),
         direction="maximize",
         load_if_exists=True,
     )
+    # Each process, and each start of a search that goes on, draws its own first guesses, and what runs already counts
+    # as bad: no two try the same.
+    seed = search.seed + number + SEEDS_OF_A_TRIAL * len(study.get_trials(deepcopy=False))
+    study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=6, constant_liar=True)
+    return study
 
 
 def _finished(study: Any) -> list[Any]:
