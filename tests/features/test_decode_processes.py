@@ -31,7 +31,7 @@ from vembed.errors import RunError, UserError
 
 
 def is_gone(pid: int) -> bool:
-    """Whether the process has ended and somebody has waited for it."""
+    """Return True if the process has ended and somebody has waited for it."""
     return not psutil.pid_exists(pid)
 
 

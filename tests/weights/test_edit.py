@@ -145,7 +145,7 @@ def _edit_on_a_rank(model, files, output, version):
 
 @pytest.fixture(scope="module")
 def on_ranks(model, files, tmp_path_factory):
-    """What one process and two that hold shards of either kind said, and the folder of what they wrote."""
+    """Output of one process and of two that hold shards of either kind, and the folder that they wrote."""
     place = tmp_path_factory.mktemp("edited")
     alone = run_ranks(_edit_on_a_rank, 1, str(model), files, str(place / "one"), None, process_group=False)
     cases = {str(version): (str(model), files, str(place / str(version)), version) for version in (1, 2)}

@@ -39,7 +39,7 @@ class Decoding:
 
 
 class Decoders:
-    """As many decoders as asked for, each of them a thread that decodes itself or hands jobs to its process.
+    """A number of decoders, each of them a thread that decodes images itself or hands jobs to its process.
 
     The processes start beside the threads' work, so that nothing waits for them. They end with this object, with the
     program, or when there was nothing to do for a while.
