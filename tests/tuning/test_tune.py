@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,11 @@ import yaml
 from typer.testing import CliRunner
 
 from tests import tiny
-from tests.commands import command
+from tests.commands import command, start
 from vembed.cli import app
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
-from vembed.errors import UserError
+from vembed.errors import RunError, UserError
 from vembed.tuning import option_search as searching
 from vembed.tuning.option_search import Search, run_tune
 from vembed.tuning.search_space import ranges
@@ -81,6 +83,41 @@ def test_a_search_that_goes_on_tries_nothing_twice(
         run_tune(Search(str(config), ("learning_rate=1e-4",), tmp_path / "tune", trials, ("learning_rate",)))
     tried = [one["options"]["learning_rate"] for one in json.loads((tmp_path / "tune" / "trials.json").read_text())]
     assert len(tried) == len(set(tried)) == 4
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_an_interrupted_search_says_how_it_goes_on(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nproc: str
+) -> None:
+    folder, words = tmp_path / "tune", ("epochs=1000", "learning_rate=1e-4")
+    given = {**yaml.safe_load(config.read_text()), "epochs": 1000, "learning_rate": 1e-4}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(given))
+    # The learning rate is that of the first trial, and is searched as well.
+    with monkeypatch.context() as patch:  # trial 0
+        patch.setattr(searching, "_run", lambda *arguments: ([0.5], tmp_path))
+        run_tune(Search(str(config), words, folder, 1))
+    flags = ["--trials", "3", "--output", str(folder), "--nproc", nproc]
+    search = start("tune", str(config), *words, *flags, stderr=tmp_path / "stderr")
+    metrics = [folder / f"trial-{number}" / "metrics.jsonl" for number in range(1, int(nproc) + 1)]
+    end = time.monotonic() + 60
+    while not all("loss" in one.read_text() if one.is_file() else False for one in metrics):
+        assert search.poll() is None and time.monotonic() < end, (tmp_path / "stderr").read_text()
+        time.sleep(0.05)
+    search.send_signal(signal.SIGTERM)
+    assert search.wait(60) == 143
+    last = (tmp_path / "stderr").read_text().splitlines()[-1]
+    where = "in trial 1" if nproc == "1" else "with 2 trials at once"
+    assert last == f"SIGTERM: stopped {where}; the same command goes on with the search"
+    assert not list(folder.glob("trial-*/checkpoint-*")), "nothing would read them"
+
+
+def test_a_trial_whose_time_is_up_has_its_score(config: Path, tmp_path: Path) -> None:
+    """The limit is on each training, not on the search."""
+    words = ("epochs=1000", "max_train_minutes=0.03")
+    assert run_tune(Search(str(config), (*words, "eval_steps=5"), tmp_path / "tune", 2, ("temperature",))) == 0
+    assert len(json.loads((tmp_path / "tune" / "trials.json").read_text())) == 2
+    with pytest.raises(RunError, match="the time was up before the first evaluation"):
+        run_tune(Search(str(config), (*words, "eval_steps=100000"), tmp_path / "other", 2, ("temperature",)))
 
 
 def test_two_processes_share_the_trials(config: Path, tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +23,7 @@ from vembed.config.loading import load_config, resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.cores import num_cores
 from vembed.distributed.launch import num_visible_devices
-from vembed.errors import RunError, UserError
+from vembed.errors import RunError, Stopped, UserError
 from vembed.tuning.search_outcome import write_outcome
 from vembed.tuning.search_space import Range, from_plain, ranges
 
@@ -195,15 +197,23 @@ def _run(search: Search, number: int, values: Mapping[str, Any], trial: Any) -> 
         trial.report(max(seen), len(seen) - 1)
         return STOP if trial.should_prune() else None
 
-    words = [
-        *search.overrides,
-        *QUIETLY,
-        f"output_dir={folder}",
-        *(f"{name}={value}" for name, value in values.items()),
-    ]
-    train(search.config, words, on_evaluation=on_evaluation)
+    config = load_config(search.config, search.overrides)  # with options that a trial sets too
+    words = [*QUIETLY, f"output_dir={folder}", *(f"{name}={value}" for name, value in values.items())]
+    try:
+        train(config, words, on_evaluation=on_evaluation)
+    except Stopped as stopped:
+        for checkpoint in folder.glob("checkpoint-*"):  # no trial is resumed
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        if stopped.signum:
+            raise _interrupted(stopped.signum, f"in trial {number}") from None
+        if not seen:
+            raise RunError("max_train_minutes: the time was up before the first evaluation") from None
     shutil.rmtree(folder / "final", ignore_errors=True)
     return seen, folder
+
+
+def _interrupted(signum: int, where: str) -> Stopped:
+    return Stopped(f"{signal.Signals(signum).name}: stopped {where}; the same command goes on with the search", signum)
 
 
 def _start_workers(search: Search, workers: int, devices: int) -> None:
@@ -221,9 +231,30 @@ def _start_workers(search: Search, workers: int, devices: int) -> None:
             # Processes that each take all cores are slower than one after the other.
             own.setdefault("OMP_NUM_THREADS", str(max(num_cores() // workers, 1)))
         running.append(subprocess.Popen(command, env=own))
-    codes = [one.wait() for one in running]
+    with _forwarded(running) as received:
+        codes = [one.wait() for one in running]
+    if received:
+        raise _interrupted(received[0], f"with {workers} trials at once")
     if any(codes):
         raise RunError(f"{sum(map(bool, codes))} of {workers} processes of the search failed; run it again to go on")
+
+
+@contextmanager
+def _forwarded(running: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[signal.Signals]]:
+    """Forward signals to the processes while the with-block runs. Give a list of those that were received."""
+    received: list[signal.Signals] = []
+
+    def handle(signum: int, _frame: object) -> None:
+        received.append(signal.Signals(signum))
+        for one in running:
+            one.send_signal(signum)
+
+    before = {one: signal.signal(one, handle) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def _flags(search: Search) -> list[str]:
