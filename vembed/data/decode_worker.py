@@ -93,7 +93,7 @@ class DecodeWorker:
 
     def send(self, images: Sequence[ImageRef]) -> None:
         """Give the process a job. It has two at most."""
-        self._write(pickle.dumps((self._sent, [(image.path, image.data) for image in images])))
+        self._write(pickle.dumps((self._sent, [(image.path, image.data, image.where) for image in images])))
         self._sent += 1
 
     def receive(self) -> list[Arrays | Exception | None]:
@@ -169,15 +169,17 @@ def main(area_number: int) -> None:
         os._exit(0)
 
 
-def _answers(area: mmap.mmap, first: FirstHalf, number: int, images: Sequence[tuple[str | None, bytes | None]]) -> Any:
+def _answers(
+    area: mmap.mmap, first: FirstHalf, number: int, images: Sequence[tuple[str | None, bytes | None, str]]
+) -> Any:
     """Decode the images of a job. Return for each the places of its pixels, None if they do not fit, or an error."""
     start = _HEADER_BYTES + number % 2 * HALF_BYTES
     end = start + HALF_BYTES
     answers: list[_Places | Exception | None] = []
-    for position, (path, data) in enumerate(images):
+    for position, image in enumerate(images):
         _HEADER.pack_into(area, 0, number, position)
         try:
-            made = first(load_image(ImageRef(path, data)))
+            made = first(load_image(ImageRef(*image)))
             size = sum(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in made.values())
             answers.append(_written(area, made, start) if start + size <= end else None)
             start += size if start + size <= end else 0

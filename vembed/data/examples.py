@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from vembed.errors import UserError
@@ -17,6 +17,8 @@ class ImageRef:
 
     path: str | None = None
     data: bytes | None = None
+    where: str = field(default="", compare=False)
+    """File and line of a record with the image, for messages."""
 
     def identity(self) -> bytes:
         """Return bytes that identify the image, without decoding it."""
@@ -33,6 +35,10 @@ class Item:
     """Prompt of this input, in place of the model's. It is no part of the content."""
     max_length: int | None = None
     """Limit of this input in tokens, where it is below the model's."""
+
+    def read_from(self, where: str) -> Item:
+        """Return the item with the file and line of its record on its images."""
+        return replace(self, images=tuple(replace(one, where=where) for one in self.images)) if self.images else self
 
     def key(self) -> int:
         """Return a 63-bit hash of the content, equal on every process and in every run."""
@@ -59,6 +65,17 @@ class Example:
     """One score per negative, by a teacher that scored them."""
     label: str | None = None
     """Class of the query, in labelled data; the positive is of the same class then."""
+
+    def naming_images(self) -> Example:
+        """Return the example with its file and line on its images."""
+        if not self.where or not any(item.images for item in (self.query, *self.positives, *self.negatives)):
+            return self
+        return replace(
+            self,
+            query=self.query.read_from(self.where),
+            positives=tuple(one.read_from(self.where) for one in self.positives),
+            negatives=tuple(one.read_from(self.where) for one in self.negatives),
+        )
 
 
 @dataclass(frozen=True, slots=True)

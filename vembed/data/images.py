@@ -161,9 +161,8 @@ def _named(image: ImageRef) -> Iterator[None]:
 
 def image_name(image: ImageRef) -> str:
     """Return what messages call an image."""
-    if image.path is not None:
-        return f"image {shown(image.path, 300)}"
-    return f"image of {len(image.data or b''):,d} bytes"
+    name = f"of {len(image.data or b''):,d} bytes" if image.path is None else shown(image.path, 300)
+    return f"image {name} ({image.where})" if image.where else f"image {name}"
 
 
 @contextmanager

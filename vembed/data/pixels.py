@@ -17,7 +17,7 @@ from PIL import Image
 from vembed.cores import num_cores
 from vembed.data.decoders import Decoders, Decoding
 from vembed.data.examples import ImageRef
-from vembed.data.images import load_image
+from vembed.data.images import image_name, load_image
 from vembed.data.picture_bytes import PIXELS, Arrays, OwnCode
 from vembed.data.pixel_recipe import Processed, find_recipe
 from vembed.errors import UserError
@@ -111,8 +111,7 @@ class Pixels:
         try:
             patches = self._processor.get_number_of_image_patches(height, width)
         except ValueError as error:
-            named = image.path or f"of {len(image.data or b''):,d} bytes"
-            raise UserError(f"image {named}, {width} x {height} pixels, cannot be used: {error}") from error
+            raise UserError(f"{image_name(image)}, {width} x {height} pixels, cannot be used: {error}") from error
         return int(patches) // self.merge_size**2
 
     def alone(self, image: ImageRef) -> Processed:

@@ -103,7 +103,7 @@ class RecordFormat:
         negative_scores = None if negative_scores is None else negative_scores[: self._max_negatives]
         for loss in self._losses:
             self._check_loss(loss, layout, negatives, scores)
-        return Example(query, positives, negatives, scores, where, negative_scores)
+        return Example(query, positives, negatives, scores, where, negative_scores).naming_images()
 
     def _labelled(self, query: Item, label: Any, layout: Layout, where: str) -> Example:
         """Return the example of an item with a class. Its positive is chosen where the other examples are known."""
@@ -111,7 +111,7 @@ class RecordFormat:
             raise BadRecord(f"{layout.label} is {described(label)}, not the name or number of a class")
         for loss in self._losses:
             self._check_loss(loss, layout, (), None)
-        return Example(query, (query,), where=where, label=str(label))
+        return Example(query, (query,), where=where, label=str(label)).naming_images()
 
     def _query(self, record: dict[str, Any], layout: Layout) -> Item:
         value = record[layout.query] if layout.query is not None else None

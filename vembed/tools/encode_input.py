@@ -209,7 +209,7 @@ class InputParser:
             found = next((value[name] for name in ID_COLUMNS if value.get(name) is not None), None)
             identity = None if found is None else str(found)
         try:
-            return Row(self._item(value), identity, value if isinstance(value, dict) else {})
+            return Row(self._item(value).read_from(where), identity, value if isinstance(value, dict) else {})
         except BadRecord as error:
             raise UserError(f"{where}: {error}") from error
 

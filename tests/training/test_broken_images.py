@@ -1,0 +1,72 @@
+"""Images that cannot be read while a run trains on them are named with the record that has them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import vembed
+from tests import tiny
+from tests.data.pictures import encoded
+from vembed.data import decoders
+from vembed.data.examples import ImageRef
+from vembed.errors import UserError
+from vembed.training import setup
+from vembed.training.callbacks import StepInfo
+
+
+def train(folder: Path, images: list[str], **more: Any) -> None:
+    rows = [{"query": f"{tiny.WORDS[number % 20]} {number}", "positive": {"image": one}}
+            for number, one in enumerate(images)]  # fmt: skip
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    on_step = more.pop("on_step", None)
+    config = {"model_name": str(tiny.shared(tiny.tiny_clip)), "data_path": str(folder / "train.jsonl"),
+              "output_dir": str(folder / "out"), "batch_size": 8, "epochs": 1, **more}  # fmt: skip
+    vembed.train(config, on_step=on_step)
+
+
+def test_an_image_that_breaks_during_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is decoded by a process, which ends with the run."""
+    monkeypatch.setattr(decoders, "WAITED_FOR", 1)
+    monkeypatch.setattr(setup, "num_cores", lambda: 2)
+    made: list[decoders.Decoders] = []
+    original = decoders.Decoders.start
+
+    def start(self: decoders.Decoders, images: Sequence[ImageRef]) -> list[decoders.Decoding]:
+        made.append(self)
+        return original(self, images)
+
+    monkeypatch.setattr(decoders.Decoders, "start", start)
+    file = tmp_path / "file.jpg"
+    file.write_bytes(encoded())
+    for number in range(400):
+        (tmp_path / f"{number}.jpg").symlink_to(file)
+    pids: list[int] = []
+
+    def on_step(_: StepInfo) -> None:
+        if len(made[-1].pids) == 2:
+            pids[:] = made[-1].pids
+            file.write_bytes(b"\xff\xd8\xff\xe0 nothing")
+        time.sleep(0.2)
+
+    with pytest.raises(UserError, match=r"image .*/(\d+)\.jpg \(.*train\.jsonl:\d+\) is broken") as caught:
+        train(tmp_path, [f"{number}.jpg" for number in range(400)], on_step=on_step)
+    said = str(caught.value)
+    del caught  # its traceback holds the run
+    made.clear()
+    gc.collect()
+    name, line = said.split(".jpg (")
+    assert int(name.split("/")[-1]) + 1 == int(line.split("jsonl:")[1].split(")")[0])
+    assert len(pids) == 2 and not any(map(psutil.pid_exists, pids))
+
+
+def test_an_address_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"image http://127\.0\.0\.1:1/\d\.jpg \(.*train\.jsonl:\d\) cannot be fetched"):
+        train(tmp_path, [f"http://127.0.0.1:1/{number}.jpg" for number in range(8)], allow_image_urls=True)
