@@ -1,10 +1,12 @@
 """`vembed encode`: rows in the order of the lines, in both formats, from all kinds of input, by one process and two."""
 
 import csv
+import gzip
 import io
 import json
 import sys
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -166,7 +168,9 @@ def test_an_empty_file_gives_no_rows(tmp_path, suffix):
         ("a.jsonl", b'{"image": "../x.png"}\n', r"a\.jsonl:1: .*leads out of"),
         ("a.jsonl", b"3\n", r"a\.jsonl:1: the record is a number \(3\), not a text"),
         ("a.json", b'[{"text": "one"}]\n', r"a\.json:1 begins a JSON array, .*lines=True"),
-        ("a.jsonl.gz", b"\x1f\x8b", r"a\.jsonl\.gz has the ending \.gz, .*: unpack it"),
+        ("a.jsonl.gz", b"\x1f\x8b", r"a\.jsonl\.gz cannot be unpacked as gzip"),
+        ("a.csv.gz", gzip.compress(b'text\none\n""\n'), r"a\.csv\.gz, row 2: none of the fields"),
+        ("a.jsonl.xz", b"", r"a\.jsonl\.xz has the ending \.xz, .*: unpack it \(unxz -k\)"),
         ("a.feather", b"ARROW1", r"a\.feather has the ending \.feather, .*: write it as Parquet or CSV"),
         ("a.csv", "text\none\n".encode("utf-16"), r"a\.csv is UTF-16 text: save it as UTF-8"),
     ],
@@ -182,6 +186,30 @@ def test_a_missing_column_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     with pytest.raises(UserError, match=r"a\.jsonl:1: no field body \(it has text\)"):
         run_encode(str(shared(tiny_bert_st)), str(tmp_path / "a.jsonl"), str(tmp_path / "out.npy"), column="body")
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_packed_files_and_saved_data_sets(texts, tmp_path):
+    model, target = str(shared(tiny_bert_st)), tmp_path / "out.npy"
+    records = [{"id": str(number), "text": text} for number, text in enumerate(TEXTS)]
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(texts.read_bytes()))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(one) + "\n" for one in records).encode()))
+    frame = datasets.Dataset.from_list(records)
+    frame.save_to_disk(tmp_path / "saved")
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(frame.to_pandas().to_csv().encode()))
+    for name in ("a.txt.gz", "a.jsonl.gz", "a.csv.gz", "saved"):
+        assert run_encode(model, str(tmp_path / name), str(target)).num_rows == len(TEXTS), name
+        np.testing.assert_allclose(np.load(target), expected(), atol=1e-6)
+    run_encode(model, str(tmp_path / "saved"), str(tmp_path / "out.parquet"))
+    assert pq.read_table(tmp_path / "out.parquet").column("id").to_pylist() == [one["id"] for one in records]
+    datasets.DatasetDict(train=frame, test=frame).save_to_disk(tmp_path / "both")
+    with pytest.raises(UserError, match=r"both holds the data sets test, train: give one of them, as .*both/test"):
+        run_encode(model, str(tmp_path / "both"), str(target))
 
 
 def test_an_empty_cell_is_named(tmp_path):

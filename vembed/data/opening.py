@@ -29,9 +29,8 @@ WAYS_OUT = {
     **dict.fromkeys((".txt", ".text"), "give the file the ending of what is in it"),
 }
 """Ways to make use of files whose ending no reader has."""
-_PACKED = {".xz": "unxz -k", ".zip": "unzip"}
-PACKED = (*CODECS, *_PACKED)
-"""Endings of packed files."""
+PACKED = {".xz": "unxz -k", ".zip": "unzip"}
+"""Endings of packed files that nothing here unpacks, and the commands that do."""
 READ = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
 """Endings of the files that a folder or a pattern stands for, also packed."""
 
@@ -88,11 +87,11 @@ def files_of_pattern(path: str) -> list[Path]:
 
 def data_files(folder: Path) -> list[Path]:
     """Return the data files of a folder, sorted by name. A folder of one kind of file is one source."""
-    found = [one for one in sorted(folder.iterdir()) if one.is_file() and one.stat().st_size and _kind(one) in READ]
-    return found if len({_kind(one) for one in found}) == 1 else []
+    found = [one for one in sorted(folder.iterdir()) if one.is_file() and one.stat().st_size and kind_of(one) in READ]
+    return found if len({kind_of(one) for one in found}) == 1 else []
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
     """Return the ending of a file, of a packed one that of its content."""
     kind = path.suffix.lower()
     return path.with_suffix("").suffix.lower() if kind in CODECS else kind
@@ -132,10 +131,8 @@ def _open_file(path: Path, columns: Columns, cache: Path) -> Reader:
 def unknown_ending(path: Path) -> UserError:
     """Return the error for a file whose ending no reader has."""
     kind = path.suffix.lower()
-    if kind in _PACKED:
-        return UserError(
-            f"{path} is packed, and records are read from any place of a file: unpack it ({_PACKED[kind]})"
-        )
+    if kind in PACKED:
+        return UserError(f"{path} is packed, and records are read from any place of a file: unpack it ({PACKED[kind]})")
     way_out = f": {WAYS_OUT[kind]}" if kind in WAYS_OUT else ""
     return UserError(f"{path} has the ending {kind or '(none)'}, and vembed reads {FORMATS}{way_out}")
 

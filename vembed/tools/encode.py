@@ -30,6 +30,7 @@ from vembed.tools.encode_input import (
     InputParser,
     Row,
     check_kept,
+    holds_images,
     rows_of,
 )
 from vembed.tools.vector_files import VectorWriter, check_kept_names, check_target, kept_beside, vector_writer
@@ -107,7 +108,7 @@ def run_encode(
         chunks = ([parser.record(line, first + place) for place, line in enumerate(part)] for first, part in lines)
         start = next(chunks, [])  # mistakes in the first lines are found before the model is loaded
         check_kept(keep, start, input)
-        if rows is not None and rows.is_dir() and target.suffix == ".npy" and not keep:
+        if rows is not None and holds_images(rows) and target.suffix == ".npy" and not keep:
             keep = ("image",)  # nothing else says which image a vector is of
         embedder = Embedder(
             model, torch_dtype=torch_dtype, truncate_dim=truncate_dim, trust_remote_code=trust_remote_code,

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vembed.config.options import nearest
+from vembed.config.user_folders import cache_folder
 from vembed.data.examples import BadRecord, Item
+from vembed.data.fetching import CODECS, unpacked_copy
 from vembed.data.images import IMAGE_SUFFIXES, ImageRoot
 from vembed.data.messages import listed
-from vembed.data.opening import PACKED, WAYS_OUT
+from vembed.data.opening import PACKED, WAYS_OUT, kind_of
 from vembed.data.records import described
 from vembed.data.tables import is_saved_dataset
 from vembed.distributed import collectives
@@ -31,9 +33,9 @@ TEXT_COLUMNS = ("text", "query", "positive", "document", "sentence")
 `text`, as in evaluation."""
 ITEM_COLUMNS = (*TEXT_COLUMNS, "title", "image")
 ID_COLUMNS = ("_id", "id")
-READ = "plain text, JSON Lines, CSV, TSV and Parquet"
+READ = "plain text, JSON Lines, CSV, TSV and Parquet, also packed (.gz, .zst, .bz2)"
 NO_LINES = {
-    **dict.fromkeys(PACKED, "unpack it"),
+    **{kind: f"unpack it ({command})" for kind, command in PACKED.items()},
     **dict.fromkeys(WAYS_OUT.keys() - {".txt", ".text"}, "write it as Parquet or CSV"),
 }
 """Endings of files that hold no lines of text, and what to do with them."""
@@ -58,6 +60,11 @@ def rows_of(source: str, given: Format) -> Path | None:
     return path if given == "auto" and source != "-" and (path.is_dir() or is_table(path)) else None
 
 
+def holds_images(path: Path) -> bool:
+    """Return whether the rows of a path are the images of a folder."""
+    return path.is_dir() and not is_saved_dataset(path)
+
+
 def images_in(folder: Path) -> list[str]:
     """Return the images of a folder and its subfolders, in the order of their paths. Raise UserError without any."""
     found = sorted(
@@ -67,10 +74,6 @@ def images_in(folder: Path) -> list[str]:
     )
     if not found:
         endings = ", ".join(sorted(IMAGE_SUFFIXES))
-        if is_saved_dataset(folder):
-            raise UserError(
-                f"{folder} is a data set that `datasets` has saved: write it as Parquet (.to_parquet(path))"
-            )
         raise UserError(f"{folder} is a folder without images ({endings}); for texts give a file")
     return found
 
@@ -100,23 +103,44 @@ class InputLines:
         self.chunk = chunk
         # An error of rank 0 goes to all, so that none waits for lines that never come.
         found = {"total": None, "error": None}
+        self.path = Path(source)
+        """Of the first process; of a packed file its unpacked copy."""
         if session.is_main and source != "-":
-            found = _count_lines(Path(source), of_rows=rows_of is not None)
+            found = self._count_lines()
         found = collectives.broadcast_json(found)
         if found["error"]:
             raise UserError(found["error"])
         self.total: int | None = found["total"]
 
+    def _count_lines(self) -> dict[str, Any]:
+        try:
+            if holds_images(self.path):
+                return {"total": len(images_in(self.path)), "error": None}
+            if self.path.suffix.lower() in CODECS:
+                self.path = unpacked_copy(self.path, cache_folder())
+            if self.rows_of is not None:
+                return {"total": num_rows(self.path), "error": None}
+            with self.path.open("rb") as file:
+                total, last = 0, b"\n"
+                while block := file.read(2**20):
+                    total, last = total + block.count(b"\n"), block[-1:]
+                # The last line may have no end.
+                return {"total": total + (last != b"\n"), "error": None}
+        except OSError as error:
+            return {"total": None, "error": f"{self.source} cannot be read: {error.strerror}"}
+        except UserError as error:
+            return {"total": None, "error": str(error)}
+
     def __iter__(self) -> Iterator[tuple[int, list[str]]]:
         with ExitStack() as stack:
             file: Iterator[bytes] | None = None
-            if self.session.is_main and self.rows_of is not None and self.rows_of.is_dir():
+            if self.session.is_main and self.rows_of is not None and holds_images(self.rows_of):
                 records = ({"id": name, "image": name} for name in images_in(self.rows_of))
                 file = (json.dumps(record, ensure_ascii=False).encode(errors="surrogateescape") for record in records)
             elif self.session.is_main and self.rows_of is not None:
-                file = table_rows(self.rows_of, self.columns)
+                file = table_rows(self.path, self.columns)
             elif self.session.is_main:
-                file = sys.stdin.buffer if self.source == "-" else stack.enter_context(Path(self.source).open("rb"))
+                file = sys.stdin.buffer if self.source == "-" else stack.enter_context(self.path.open("rb"))
             first = 1
             while True:
                 size = min(self.chunk, FIRST_LINES) if first == 1 else self.chunk
@@ -135,26 +159,6 @@ def _decoded(file: Iterator[bytes], count: int) -> list[str]:
     return [line.removeprefix(BOM).decode("utf-8", "surrogateescape").rstrip("\r\n") for line in lines]
 
 
-def _count_lines(path: Path, *, of_rows: bool) -> dict[str, Any]:
-    try:
-        if path.is_dir():
-            return {"total": len(images_in(path)), "error": None}
-        if of_rows:
-            # A file that is missing is said as for lines, not in Arrow's words.
-            path.open("rb").close()
-            return {"total": num_rows(path), "error": None}
-        with path.open("rb") as file:
-            total, last = 0, b"\n"
-            while block := file.read(2**20):
-                total, last = total + block.count(b"\n"), block[-1:]
-            # The last line may have no end.
-            return {"total": total + (last != b"\n"), "error": None}
-    except OSError as error:
-        return {"total": None, "error": f"{path} cannot be read: {error.strerror}"}
-    except UserError as error:
-        return {"total": None, "error": str(error)}
-
-
 class InputParser:
     """One line to an item and its id."""
 
@@ -166,8 +170,8 @@ class InputParser:
         self.column = column
         self.format = given
         if given == "auto" and source != "-":
-            self.format = "jsonl" if Path(source).suffix in (".jsonl", ".ndjson", ".json") else "text"
-        kind = Path(source).suffix.lower()
+            self.format = "jsonl" if kind_of(Path(source)) in (".jsonl", ".ndjson", ".json") else "text"
+        kind = kind_of(Path(source))
         if given == "auto" and source != "-" and kind in NO_LINES:
             raise UserError(f"{source} has the ending {kind}, and vembed encode reads {READ}: {NO_LINES[kind]}")
         if column is not None and self.format == "text":

@@ -1,4 +1,4 @@
-"""Rows of CSV, TSV and Parquet files as JSON lines, so that `vembed encode` reads them like records."""
+"""Rows of CSV, TSV and Parquet files and of saved data sets as JSON lines, which `vembed encode` reads like records."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import csv
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vembed.data.delimited import delimiter_of
+from vembed.data.opening import kind_of
 from vembed.data.readers import MAX_RECORD
+from vembed.data.tables import is_saved_dataset, saved_split
 from vembed.errors import UserError
 
 DELIMITED = {".csv": ",", ".tsv": "\t"}
@@ -21,12 +24,15 @@ CHUNK_ROWS = 1024
 
 
 def is_table(path: Path) -> bool:
-    """Return whether the file's suffix is that of a table."""
-    return path.suffix.lower() in (*DELIMITED, *PARQUET)
+    """Return whether the file's suffix is that of a table, packed or not."""
+    return kind_of(path) in (*DELIMITED, *PARQUET)
 
 
 def num_rows(path: Path) -> int | None:
-    """Return the number of rows if the file stores it."""
+    """Return the number of rows if the table stores it."""
+    if path.is_dir():
+        return len(_saved(path))
+    path.open("rb").close()  # a file that is missing is said as for lines, not in Arrow's words
     if path.suffix.lower() not in PARQUET:
         return None
     try:
@@ -36,7 +42,14 @@ def num_rows(path: Path) -> int | None:
 
 
 def table_rows(path: Path, wanted: Collection[str]) -> Iterator[bytes]:
-    """Yield every row as one object. For Parquet, read only the wanted columns, if the file has any of them."""
+    """Yield every row as one object. Of Parquet and data sets only the wanted columns are read, if there are any."""
+    if path.is_dir():
+        dataset = _saved(path)
+        columns = [name for name in dataset.column_names if name in wanted] or dataset.column_names
+        for table in dataset.select_columns(columns).with_format("arrow").iter(CHUNK_ROWS):
+            for row in table.to_pylist():
+                yield json.dumps(row, default=str).encode()
+        return
     if path.suffix.lower() in PARQUET:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -62,3 +75,11 @@ def table_rows(path: Path, wanted: Collection[str]) -> Iterator[bytes]:
                 raise UserError(f"{path}, row {number:,d}: {sizes}")
             cells = {name: cell or None for name, cell in zip(header, row, strict=True)}
             yield json.dumps(cells, ensure_ascii=False).encode(errors="surrogateescape")
+
+
+def _saved(folder: Path) -> Any:
+    """Return a data set that `datasets` has saved. Raise UserError if the folder holds several."""
+    splits = sorted(one.name for one in folder.iterdir() if is_saved_dataset(one))
+    if len(splits) > 1:
+        raise UserError(f"{folder} holds the data sets {', '.join(splits)}: give one of them, as {folder / splits[0]}")
+    return saved_split(folder, "train")
