@@ -168,6 +168,9 @@ def encode(
         typer.Option(help="int8, uint8: NAME.ranges.npy of an earlier file, so that levels mean the same in both."),
     ] = None,
     image_root: ImageRoot = None,
+    on_bad_record: Annotated[
+        str, typer.Option(help="stop, or skip: leave out what cannot be encoded, named in NAME.skipped.jsonl.")
+    ] = "stop",
     batch_tokens: BatchTokens = None,
     torch_dtype: WeightsDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -181,6 +184,7 @@ def encode(
         options: dict[str, Any] = {
             "kind": _word("--kind", kind, ("query", "document")),
             "input_format": _word("--input-format", input_format, ("auto", "jsonl", "text")),
+            "on_bad_record": _word("--on-bad-record", on_bad_record, ("stop", "skip")),
             "precision": _word("--precision", precision, ("float32", "int8", "uint8", "binary", "ubinary")),
             "layers": "all" if layers == "all" else _numbers("--layers", layers.strip("[]")) or None,
             "pooling": _word("--pooling", pooling, ("cls", "mean", "last", "weighted_mean", "max"))

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import shutil
 import sys
 
 import datasets
@@ -12,10 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_clip, tiny_qwen3_st
 from vembed import Embedder, UserError
+from vembed.cli import app
 from vembed.inference.quantization import quantized, ranges_of
 from vembed.tools import encode
 from vembed.tools.encode import run_encode
@@ -275,6 +278,61 @@ def test_a_folder_of_images(pictures, tmp_path):
         run_encode(model, str(tmp_path / "empty"), str(tmp_path / "out.npy"))
     with pytest.raises(UserError, match="image"):
         run_encode(str(shared(tiny_bert_st)), str(pictures), str(tmp_path / "out.npy"))
+
+
+@pytest.fixture
+def damaged(pictures, tmp_path):
+    """The images, with one that is cut off in its middle."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(pictures, folder)
+    (folder / "bad.jpg").write_bytes((folder / "a.JPG").read_bytes()[:300])
+    return folder
+
+
+def test_images_that_cannot_be_read_are_named_together(damaged, tmp_path, monkeypatch):
+    """In the first chunk before the model is loaded, later when the first of them is met."""
+    (damaged / "worse.png").write_bytes(b"nothing")
+    said = r"2 inputs cannot be encoded, mend them, or leave them out by --on-bad-record skip:\n  image .*bad\.jpg is "
+    with pytest.raises(UserError, match=said + r"broken.*\n  image .*worse\.png is none"):
+        run_encode("no model", str(damaged), str(tmp_path / "out.npy"))
+    monkeypatch.setattr("vembed.tools.encode_input.FIRST_LINES", 1)
+    with pytest.raises(UserError, match=said + r"broken.*\n  image .*worse\.png is none"):
+        run_encode(str(shared(tiny_clip)), str(damaged), str(tmp_path / "out.npy"))
+    assert not (tmp_path / "out.npy").exists()
+    shutil.rmtree(damaged / "more")
+    for name in ("a.JPG", "b.png"):
+        (damaged / name).unlink()
+    with pytest.raises(UserError, match=r"none of the 2 inputs can be encoded; the first one: .*bad\.jpg is broken"):
+        run_encode(str(shared(tiny_clip)), str(damaged), str(tmp_path / "out.npy"), on_bad_record="skip")
+
+
+def test_bad_inputs_are_left_out_when_asked(damaged, pictures, tmp_path):
+    model = str(shared(tiny_clip))
+    words = ["encode", model, str(damaged), str(tmp_path / "out.npy"), "--on-bad-record", "skip"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "3 x 24 float32, 1 left out" in done.output
+    run_encode(model, str(pictures), str(tmp_path / "whole.npy"))
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), np.load(tmp_path / "whole.npy"))
+    assert "bad" not in (tmp_path / "out.kept.jsonl").read_text()
+    (skipped,) = map(json.loads, (tmp_path / "out.skipped.jsonl").read_text().splitlines())
+    assert skipped["row"] == 3 and "bad.jpg is broken" in skipped["reason"]
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": 3}\n{"text": "two"}\n')
+    result = run_encode(model, str(tmp_path / "a.jsonl"), str(tmp_path / "out.npy"), on_bad_record="skip")
+    assert (result.num_rows, result.num_skipped) == (2, 2)
+    assert [json.loads(one)["row"] for one in (tmp_path / "out.skipped.jsonl").read_text().splitlines()] == [2, 3]
+    run_encode(model, str(pictures), str(tmp_path / "out.npy"), on_bad_record="skip")
+    assert not (tmp_path / "out.skipped.jsonl").exists(), "nothing was left out"
+
+
+def _encode_skipping(folder, source, target):
+    return run_encode(folder, source, target, on_bad_record="skip").num_skipped
+
+
+def test_two_processes_leave_out_the_same_images(damaged, pictures, tmp_path):
+    model, target = str(shared(tiny_clip)), tmp_path / "out.npy"
+    assert run_ranks(_encode_skipping, 2, model, str(damaged), str(target), process_group=False) == [1, 1]
+    run_encode(model, str(pictures), str(tmp_path / "whole.npy"))
+    np.testing.assert_allclose(np.load(target), np.load(tmp_path / "whole.npy"), atol=1e-6)
 
 
 def test_kept_columns(tmp_path):

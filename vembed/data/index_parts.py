@@ -202,8 +202,8 @@ class _Images:
         self._pool = self._pool or ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="vembed-check")
         # Files are checked once for all records; images inside of records one by one, in order.
         named = {image.path: image for _, image in images if image.path is not None and image.path not in self.known}
-        self.known.update(zip(named, self._pool.map(_problem, named.values()), strict=True))
-        held = self._pool.map(_problem, [image for _, image in images if image.path is None])
+        self.known.update(zip(named, self._pool.map(image_problem, named.values()), strict=True))
+        held = self._pool.map(image_problem, [image for _, image in images if image.path is None])
         for number, image in images:
             problem = next(held) if image.path is None else self.known[image.path]
             if problem is not None:
@@ -215,7 +215,8 @@ class _Images:
             self._pool.shutdown()
 
 
-def _problem(image: ImageRef) -> str | None:
+def image_problem(image: ImageRef) -> str | None:
+    """Return why an image cannot be used; None if it can."""
     try:
         check_image(image)
     except BadRecord as error:

@@ -25,6 +25,7 @@ from vembed.progress import ProgressReport, duration
 from vembed.tools.encode_input import (
     ID_COLUMNS,
     ITEM_COLUMNS,
+    BadInputs,
     Format,
     InputLines,
     InputParser,
@@ -59,6 +60,16 @@ class Encoded:
     seconds: float
     ranges: Path | None = None
     """File with the ranges of int8 and uint8."""
+    num_skipped: int = 0
+    skipped: Path | None = None
+    """File with the number of each row that was left out, and the reason."""
+
+    def summary(self, shape: Sequence[int], precision: str) -> str:
+        """Return the line for the console."""
+        sizes = " x ".join(f"{size:,d}" for size in (self.num_rows, *shape))
+        left_out = f", {self.num_skipped:,d} left out ({self.skipped})" if self.skipped else ""
+        rate = f"{self.num_rows / max(self.seconds, 1e-9):,.0f}/s"
+        return f"{self.path}: {sizes} {precision}{left_out}, in {duration(self.seconds)} ({rate})"
 
 
 def run_encode(
@@ -76,6 +87,7 @@ def run_encode(
     column: str | None = None,
     keep: Sequence[str] = (),
     input_format: Format = "auto",
+    on_bad_record: Literal["stop", "skip"] = "stop",
     batch_tokens: int | None = None,
     image_root: str | None = None,
     strategy: Literal["auto", "ddp", "fsdp"] = "ddp",
@@ -89,7 +101,8 @@ def run_encode(
     holds a shard of the model. Vectors have length 1 where the model says so, also after `truncate_dim`; `normalize`
     decides otherwise. `precision`: of the vectors; for int8 and uint8 the range of each coordinate is that of the file
     `ranges`, otherwise that of the first CHUNK_LINES inputs, and is written to NAME.ranges.npy. `layers`: hidden states
-    of these layers, pooled by `pooling`, instead of embeddings.
+    of these layers, pooled by `pooling`, instead of embeddings. `on_bad_record`: `skip` leaves out inputs that cannot
+    be encoded and names them in NAME.skipped.jsonl; images are decoded twice then.
     """
     target = check_target(output)
     check_kept_names(keep)
@@ -104,8 +117,10 @@ def run_encode(
         rows = rows_of(input, input_format)
         wanted = (*ID_COLUMNS, *keep, *([column] if column else ITEM_COLUMNS))
         lines = InputLines(input, session, rows, wanted, CHUNK_LINES)
-        parser = InputParser(input, column, "jsonl" if rows else input_format, image_root, of_rows=rows is not None)
-        chunks = ([parser.record(line, first + place) for place, line in enumerate(part)] for first, part in lines)
+        bad = BadInputs(session, skips=on_bad_record == "skip")
+        given: Format = "jsonl" if rows else input_format
+        parser = InputParser(input, column, given, image_root, bad, of_rows=rows is not None)
+        chunks = (parser.rows(part, first) for first, part in lines)
         start = next(chunks, [])  # mistakes in the first lines are found before the model is loaded
         check_kept(keep, start, input)
         if rows is not None and holds_images(rows) and target.suffix == ".npy" and not keep:
@@ -126,17 +141,15 @@ def run_encode(
             vector_writer(target, work.shape, keep, active=session.is_main, dtype=dtype) as writer,
             ProgressReport("encoding", active=session.is_main, console=console) as progress,
         ):
-            every = itertools.chain([start] if start else [], chunks)
-            done = _write_all(every, work, writer, keep, lambda rows: progress(rows, lines.total))
+            every = filter(None, itertools.chain([start], chunks))
+            done = _write_all(every, work, writer, keep, bad, lambda rows: progress(rows, lines.total))
         seconds = time.monotonic() - began
         ranges_file = of_vectors.save_ranges(target, active=session.is_main)
-        result = Encoded(target, done, work.shape[-1], seconds, ranges_file)
+        skipped = bad.save(target) if session.is_main else None
+        result = Encoded(target, done, work.shape[-1], seconds, ranges_file, len(bad.found), skipped)
         if session.is_main:
-            console.print(
-                f"{target}: {' x '.join(f'{size:,d}' for size in (done, *work.shape))} {precision}, in "
-                f"{duration(seconds)} ({done / max(seconds, 1e-9):,.0f}/s)" + kept_beside(target, keep),
-                markup=False, highlight=False, soft_wrap=True,
-            )  # fmt: skip
+            text = result.summary(work.shape, precision) + kept_beside(target, keep)
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
     return result
 
 
@@ -145,6 +158,7 @@ def _write_all(
     work: _Work,
     writer: VectorWriter,
     keep: Sequence[str],
+    bad: BadInputs,
     progress: Callable[[int], None],
 ) -> int:
     """Write what stands for each input, chunk by chunk, and return the number of inputs. Collective."""
@@ -154,12 +168,19 @@ def _write_all(
         def report(part: int, _: int, before: int = done) -> None:
             progress(before + part)
 
+        try:
+            vectors = work([row.item for row in chunk], report)
+        except UserError:  # an image: all of the chunk that cannot be read are named
+            bad.add(bad.images_of(chunk))
+            raise
         writer.write(
-            work([row.item for row in chunk], report),
+            vectors,
             [row.identity for row in chunk],
             {name: [row.fields.get(name) for row in chunk] for name in keep},
         )
         done += len(chunk)
+    if not done and bad.found:
+        raise UserError(f"none of the {len(bad.found):,d} inputs can be encoded; the first one: {bad.found[0][1]}")
     return done
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from vembed.config.user_folders import cache_folder
 from vembed.data.examples import BadRecord, Item
 from vembed.data.fetching import CODECS, unpacked_copy
 from vembed.data.images import IMAGE_SUFFIXES, ImageRoot
+from vembed.data.index_parts import IMAGE_THREADS, NUM_SHOWN, image_problem
 from vembed.data.messages import listed
 from vembed.data.opening import PACKED, WAYS_OUT, kind_of
 from vembed.data.records import described
@@ -48,6 +50,8 @@ Format = Literal["auto", "jsonl", "text"]
 class Row:
     """One input, with what is written beside its vector."""
 
+    number: int
+    """Of the line or row, from 1."""
     item: Item
     identity: str | None = None
     fields: dict[str, Any] = field(default_factory=dict)
@@ -159,13 +163,66 @@ def _decoded(file: Iterator[bytes], count: int) -> list[str]:
     return [line.removeprefix(BOM).decode("utf-8", "surrogateescape").rstrip("\r\n") for line in lines]
 
 
+class BadInputs:
+    """Inputs that cannot be encoded: refused together with the others of their chunk, or left out."""
+
+    def __init__(self, session: Session, *, skips: bool) -> None:
+        self.session = session
+        self.skips = skips
+        self.found: list[tuple[int, str]] = []
+        """Number of the line or row, and the reason, of each that is left out."""
+
+    def add(self, found: Sequence[tuple[int, str]]) -> None:
+        """Leave inputs out, or raise UserError with the first of them."""
+        if found and not self.skips:
+            more = [f"and {len(found) - NUM_SHOWN:,d} more"] if len(found) > NUM_SHOWN else []
+            count = "1 input" if len(found) == 1 else f"{len(found):,d} inputs"
+            raise UserError(
+                f"{count} cannot be encoded, mend them, or leave them out by --on-bad-record skip:\n  "
+                + "\n  ".join([reason for _, reason in found[:NUM_SHOWN]] + more)
+            )
+        self.found += found
+
+    def images_of(self, rows: Sequence[Row]) -> list[tuple[int, str]]:
+        """Return the rows whose images cannot be read. The images are decoded."""
+        images = [(row.number, image) for row in rows for image in row.item.images]
+        if not images:
+            return []
+        with ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="vembed-check") as pool:
+            problems = pool.map(image_problem, [image for _, image in images])
+            return [(number, problem) for (number, _), problem in zip(images, problems, strict=True) if problem]
+
+    def without_images(self, rows: list[Row]) -> list[Row]:
+        """Return the rows whose images can be read, each process looking at a part. Collective."""
+        if not any(row.item.images for row in rows):
+            return rows
+        shares = collectives.gather_objects_as_json(self.images_of(rows[self.session.rank :: self.session.world_size]))
+        found = sorted((number, reason) for share in shares for number, reason in share)
+        self.add(found)
+        bad = {number for number, _ in found}
+        return [row for row in rows if row.number not in bad]
+
+    def save(self, target: Path) -> Path | None:
+        """Write what was left out beside the vectors, one object per line. Return the file; None for nothing."""
+        path = target.with_suffix(".skipped.jsonl")
+        if not self.found:
+            path.unlink(missing_ok=True)  # of an earlier run
+            return None
+        lines = (json.dumps({"row": number, "reason": reason}, ensure_ascii=False) for number, reason in self.found)
+        # Names of files may be no UTF-8: their bytes become escapes, as JSON has them.
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors="backslashreplace")
+        return path
+
+
 class InputParser:
     """One line to an item and its id."""
 
     def __init__(
-        self, source: str, column: str | None, given: Format, image_root: str | None, *, of_rows: bool
+        self, source: str, column: str | None, given: Format, image_root: str | None, bad: BadInputs, *, of_rows: bool
     ) -> None:
+        self.bad = bad
         self.of_rows = of_rows
+        self.of_images = source != "-" and holds_images(Path(source))  # each names itself
         self.source = "standard input" if source == "-" else source
         self.column = column
         self.format = given
@@ -185,20 +242,33 @@ class InputParser:
             folder = str(path if path.is_dir() else path.parent)
         self.images = ImageRoot(folder, allow_urls=False)
 
-    def record(self, line: str, number: int) -> Row:
-        """Return the input on a line. Raise UserError if it cannot be encoded."""
+    def rows(self, lines: Sequence[str], first: int) -> list[Row]:
+        """Return the inputs on lines, of which the first one has this number. Collective."""
+        found: list[Row] = []
+        problems: list[tuple[int, str]] = []
+        for number, line in enumerate(lines, first):
+            try:
+                found.append(self._record(line, number))
+            except BadRecord as error:
+                problems.append((number, str(error)))
+        self.bad.add(problems)
+        # With the first lines wrong folders are found before the model is loaded.
+        return self.bad.without_images(found) if first == 1 or self.bad.skips else found
+
+    def _record(self, line: str, number: int) -> Row:
+        """Return the input on a line. Raise BadRecord if it cannot be encoded."""
         where = f"{self.source}, row {number:,d}" if self.of_rows else f"{self.source}:{number}"
         if not line.strip():
-            raise UserError(f"{where} is empty, and every line has to give one embedding; remove it")
+            raise BadRecord(f"{where} is empty, and every line has to give one embedding; remove it")
         if not line.isascii():
             try:
                 line.encode()
             except UnicodeEncodeError as error:
-                raise UserError(f"{where} is not UTF-8 text; save the file as UTF-8") from error
+                raise BadRecord(f"{where} is not UTF-8 text; save the file as UTF-8") from error
         if self.format == "auto":  # standard input: the first line tells
             self.format = "jsonl" if line.lstrip()[0] in '{"' else "text"
         if self.format == "text":
-            return Row(Item(text=line))
+            return Row(number, Item(text=line))
         if line.startswith("[") and number == 1:
             raise UserError(
                 f"{where} begins a JSON array, and vembed encode reads one record per line: write JSON Lines (in "
@@ -207,15 +277,16 @@ class InputParser:
         try:
             value = json.loads(line)
         except ValueError as error:
-            raise UserError(f"{where} is not JSON ({error}); for plain text use --input-format text") from error
+            raise BadRecord(f"{where} is not JSON ({error}); for plain text use --input-format text") from error
         identity = None
         if isinstance(value, dict):
             found = next((value[name] for name in ID_COLUMNS if value.get(name) is not None), None)
             identity = None if found is None else str(found)
         try:
-            return Row(self._item(value).read_from(where), identity, value if isinstance(value, dict) else {})
+            item = self._item(value).read_from("" if self.of_images else where)
+            return Row(number, item, identity, value if isinstance(value, dict) else {})
         except BadRecord as error:
-            raise UserError(f"{where}: {error}") from error
+            raise BadRecord(f"{where}: {error}") from error
 
     def _item(self, value: Any) -> Item:
         if isinstance(value, dict):
