@@ -1,15 +1,19 @@
 """Evaluation data: what counts as relevant, what counts as the same, and what is wrong with a file, by line."""
 
 import json
+import shutil
 import tracemalloc
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from vembed.config.schema import TrainConfig
 from vembed.data import readers
 from vembed.data.examples import Example, Item, ReadAs
 from vembed.errors import UserError
+from vembed.evaluation.beir_folder import open_records
 from vembed.evaluation.corpus import Corpus, read_corpus
 from vembed.evaluation.dataset import RetrievalData, ScoredPairs, from_examples, open_eval_data
 from vembed.evaluation.scores import evaluate
@@ -142,6 +146,34 @@ def test_beir_folder(tmp_path):
     assert "test.tsv" in data.summary()
 
 
+@pytest.mark.parametrize("is_of_hub", [False, True])
+def test_beir_folder_in_parquet(tmp_path, is_of_hub):
+    """As single files, or as the Hub has them: shards in folders, the judgements as records."""
+    folder = beir(tmp_path / "lines", ["q1\td1\t2", "q1\td2\t0", "2\td3\t1"])
+    expected = opened(folder)
+    place = tmp_path / "tables"
+    for part, records in (("corpus", CORPUS), ("queries", QUERIES)):
+        rows = [{"_id": str(one["_id"]), "title": "", "text": ""} | one | {"_id": str(one["_id"])} for one in records]
+        for number, some in enumerate([rows[:2], rows[2:]] if is_of_hub else [rows]):
+            path = place / part / f"{part}-0000{number}-of-00002.parquet" if is_of_hub else place / f"{part}.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(pa.Table.from_pylist(some), path)
+    (place / "qrels").mkdir()
+    if is_of_hub:
+        judged = [{"query-id": "q1", "corpus-id": "d1", "score": 2.0}, {"query-id": "q1", "corpus-id": "d2", "score": 0.0},
+                  {"query-id": "2", "corpus-id": "d3", "score": 1.0}]  # fmt: skip
+        pq.write_table(pa.Table.from_pylist(judged), place / "qrels" / "test-00000-of-00001.parquet")
+    else:
+        shutil.copy(folder / "qrels" / "test.tsv", place / "qrels")
+    for data in (opened(place, splits=("test",)), opened(next((place / "qrels").iterdir()))):
+        assert found(data) == found(expected)
+        assert data.documents.keys.tolist() == expected.documents.keys.tolist()
+    again = place / "corpus" / "corpus-00002.parquet" if is_of_hub else place / "corpus.parquet"
+    pq.write_table(pa.Table.from_pylist([{"_id": "d1", "title": "", "text": text} for text in ("x", "y")]), again)
+    with pytest.raises(UserError, match=rf"{again.name}, row 2: _id d1 occurs twice"):
+        opened(place)
+
+
 def test_beir_without_header(tmp_path):
     folder = beir(tmp_path, [])
     (folder / "qrels" / "test.tsv").write_text("q1\td1\t1\n")
@@ -197,7 +229,7 @@ def test_the_lines_of_names_that_occur_twice(tmp_path):
     records = [{"_id": name, "text": str(number)} for number, name in enumerate("ab_acb")]
     records[2] = ""
     problems = []
-    read_corpus(write_lines(tmp_path / "corpus.jsonl", records), problems)
+    read_corpus(open_records(write_lines(tmp_path / "corpus.jsonl", records)), problems)
     assert [one.rpartition("jsonl:")[2] for one in problems] == ["4: _id a occurs twice", "6: _id b occurs twice"]
 
 
@@ -211,7 +243,7 @@ def test_a_corpus_takes_a_few_bytes_for_each_document(tmp_path, monkeypatch):
         tracemalloc.start()
         held, peak = (0, 0)
         try:
-            corpus = read_corpus(path, [])
+            corpus = read_corpus(open_records(path), [])
             held, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -238,10 +270,10 @@ def test_choice_of_qrels(tmp_path):
 def test_missing_files_are_named(tmp_path):
     folder = beir(tmp_path, ["q1\td1\t1"])
     (folder / "queries.jsonl").unlink()
-    with pytest.raises(UserError, match=r"queries\.jsonl cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"has neither queries\.jsonl nor queries\.parquet"):
         opened(folder)
     (folder / "qrels" / "test.tsv").unlink()
-    with pytest.raises(UserError, match=r"no \*\.tsv file"):
+    with pytest.raises(UserError, match="holds no file"):
         opened(folder)
 
 
@@ -272,8 +304,8 @@ def test_bad_records_are_named_with_file_and_line(tmp_path):
         f"{corpus}:8: no field _id",
         f"{corpus}:9: no field _id",
         f"{qrels}:3: not query-id, corpus-id and a whole score",
-        f"{qrels}:4: query q9 is not in queries.jsonl",
-        f"{qrels}:5: document d9 is not in corpus.jsonl",
+        f"{qrels}:4: query q9 is not in the queries",
+        f"{qrels}:5: document d9 is not in the corpus",
         f"{qrels}:6: not query-id, corpus-id and a whole score",
     ):
         assert part in message

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -205,13 +206,21 @@ def test_a_beir_folder_is_data_and_corpus(tmp_path):
         assert row["positive"] == [f"t {found[2 * number]}", f"t {found[2 * number + 1]}"]
         assert row["query_id"] == f"q{number}"
         assert set(row["negatives"]) == {f"t {one}" for one in found} - set(row["positive"])
+    for part in ("corpus", "queries"):  # as the Hub has them
+        (tmp_path / part).mkdir()
+        table = pa.Table.from_pylist(read_lines(tmp_path / f"{part}.jsonl"))
+        pq.write_table(table, tmp_path / part / f"{part}-00000-of-00001.parquet")
+        (tmp_path / f"{part}.jsonl").unlink()
+    again, _ = run(
+        {"model_name": model(), "data_path": str(tmp_path), "output_path": str(tmp_path / "n.jsonl"),
+         "relative_margin": None, "top_k": 58, "num_negatives": 58, "near_duplicate": None}
+    )  # fmt: skip
+    assert again == rows
 
 
 def test_parquet_in_and_out_keeps_every_column(tmp_path):
     options = write_data(tmp_path)
     lines, _ = run(options)
-    import pyarrow as pa
-
     rows = [{**row, "extra": [1, 2]} for row in read_lines(Path(options["data_path"]))]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     run(options, data_path=str(tmp_path / "train.parquet"), output_path=str(tmp_path / "mined.parquet"))

@@ -1,25 +1,27 @@
-"""Corpus: the documents of a JSON Lines file, each content once. Texts stay in the file."""
+"""Corpus: the documents of a file, each content once. Texts stay in the file."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
 from vembed.data.examples import BadRecord, Item, ReadAs
-from vembed.data.readers import JsonLines, Part
+from vembed.data.readers import Reader
 from vembed.errors import UserError
+
+ID_FIELDS = ("_id", "id", "doc_id", "document_id", "docid", "pid")
+"""Names of the id in records of a corpus; the first one that is there."""
 
 
 class Corpus(Sequence[Item]):
     """Documents that are read when they are asked for; 24 bytes are held for each."""
 
-    def __init__(self, reader: JsonLines, rows: dict[str, np.ndarray], settings: ReadAs | None = None) -> None:
-        """`rows`: `starts` and `sizes` of the lines, `lengths` of the texts in characters, `keys` of the contents."""
+    def __init__(self, reader: Reader, rows: dict[str, np.ndarray], settings: ReadAs | None = None) -> None:
+        """`rows`: `starts` and `sizes` of the records, `lengths` of the texts in characters, `keys` of the contents."""
         self._reader = reader
         self._rows = rows
         self._settings = settings or ReadAs()
@@ -81,9 +83,8 @@ class FoundCorpus:
     num_joined: int
 
 
-def read_corpus(path: Path, problems: list[str]) -> FoundCorpus:
+def read_corpus(reader: Reader, problems: list[str]) -> FoundCorpus:
     """Read a corpus once, without holding its texts. What is wrong with records is added to `problems`."""
-    reader = JsonLines(path)
     # 32 bytes for each document. Lines are not among them: they are counted again for the few that are named.
     # Plain arrays grow in place; lists of Python numbers would take 30 to 40 bytes for each number.
     rows = {"starts": array("q"), "sizes": array("I"), "lengths": array("i"), "keys": array("q"), "hashes": array("q")}
@@ -99,15 +100,11 @@ def read_corpus(path: Path, problems: list[str]) -> FoundCorpus:
             one.append(value)
     # frombuffer shares the arrays' memory, but takes no empty one.
     held = {name: np.frombuffer(one, one.typecode) if one else np.empty(0, one.typecode) for name, one in rows.items()}
-    # From one repeated record to the next the lines between are counted, so the file is read at most once more.
-    repeated, at, line = _repeats(held["hashes"]), 0, 1
-    for row in np.flatnonzero(repeated):
-        start = int(held["starts"][row])
-        record = reader.read(start, int(held["sizes"][row]))
-        name = record["_id"] if isinstance(record, dict) else ""
-        line += reader.num_lines(Part(at, start))
-        found.append((line, f"_id {name} occurs twice"))
-        at = start
+    repeated = _repeats(held["hashes"])
+    if repeated.any():  # the file is read once more for their lines
+        starts = set(held["starts"][repeated].tolist())
+        records = ((line, record_id(record)) for start, _, line, record in reader.scan() if start in starts)
+        found += [(line, f"_id {name} occurs twice") for line, name in records]
     problems += [f"{reader.where(line)}: {reason}" for line, reason in sorted(found)]
     held = _without(held, repeated)
     hashes, is_copy = held.pop("hashes"), _repeats(held["keys"])
@@ -120,11 +117,18 @@ def identified_text(record: Any) -> tuple[str, str] | str:
     """Return `_id` and text of a record, or what is wrong with it."""
     if isinstance(record, BadRecord):
         return str(record)
-    identity = record.get("_id") if isinstance(record, dict) else None
-    if isinstance(identity, bool) or not isinstance(identity, str | int):
+    identity = record_id(record)
+    if identity is None:
         return "no field _id"
     text = titled_text(record)
-    return (str(identity), text) if text else f"{identity} has no text"
+    return (identity, text) if text else f"{identity} has no text"
+
+
+def record_id(record: Any) -> str | None:
+    """Return the id of a record of a corpus, if it has one."""
+    given = record if isinstance(record, dict) else {}
+    found = next((given[name] for name in ID_FIELDS if given.get(name) is not None), None)
+    return str(found) if isinstance(found, str | int) and not isinstance(found, bool) else None
 
 
 def titled_text(record: dict[str, Any]) -> str:

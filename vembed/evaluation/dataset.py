@@ -10,11 +10,12 @@ from typing import Literal
 
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example, Item, ReadAs
-from vembed.data.readers import JsonLines
+from vembed.data.readers import Reader
 from vembed.data.sources import open_examples
 from vembed.errors import UserError
+from vembed.evaluation.beir_folder import folder_of_qrels, is_beir_folder, open_texts, qrels_files
 from vembed.evaluation.corpus import Corpus, Identities, identified_text, read_corpus
-from vembed.evaluation.qrels import read_judgements, readable
+from vembed.evaluation.qrels import read_judgements
 
 log = logging.getLogger("vembed")
 
@@ -119,9 +120,9 @@ def open_eval_data(
     assert path is not None, "the caller asks for evaluation data only where there are any"
     place = Path(path)
     skip_bad = config.on_bad_record == "skip"
-    if place.suffix == ".tsv" and (place.parent.parent / "corpus.jsonl").is_file():
-        return read_beir(place.parent.parent, place, skip_bad=skip_bad)
-    if (place / "corpus.jsonl").is_file():
+    if (folder := folder_of_qrels(place)) is not None:
+        return read_beir(folder, place, skip_bad=skip_bad)
+    if is_beir_folder(place):
         return read_beir(place, _choose_qrels(place, splits), skip_bad=skip_bad)
     if len(splits) == 1:
         raise UserError(f"{path} is no BEIR-style folder, so it has no qrels of a split {splits[0]}")
@@ -176,12 +177,10 @@ def _add_classes(table: _RetrievalTable, examples: Sequence[Example]) -> tuple[s
 
 
 def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> RetrievalData:
-    """Read a BEIR-style folder: every document of `corpus.jsonl`, and the queries with a relevant document in
-    `qrels`."""
+    """Read a BEIR-style folder: every document of the corpus, and the queries with a relevant document in `qrels`."""
     problems: list[str] = []
-    with readable(folder / "corpus.jsonl"):
-        corpus = read_corpus(folder / "corpus.jsonl", problems)
-    queries = _read_texts(folder / "queries.jsonl", problems)
+    corpus = read_corpus(open_texts(folder, "corpus"), problems)
+    queries = _read_texts(open_texts(folder, "queries"), problems)
     judgements = list(_read_qrels(qrels, queries, corpus.identities, problems))
     if problems and not skip_bad:
         more = f" and {len(problems) - NUM_PROBLEMS_SHOWN:,d} more" if len(problems) > NUM_PROBLEMS_SHOWN else ""
@@ -262,22 +261,20 @@ def _grade(score: float, top: float, whole: bool) -> int:
 
 
 def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
-    found = {path.stem: path for path in sorted((folder / "qrels").glob("*.tsv"))}
+    found = qrels_files(folder)
     if len(found) == 1 and len(splits) > 1:  # a split that was asked for is never replaced by another
         return next(iter(found.values()))
     for split in splits:
         if split in found:
             return found[split]
     raise UserError(
-        f"{folder / 'qrels'} holds {', '.join(sorted(found)) or 'no *.tsv file'}, and none of {', '.join(splits)}: "
+        f"{folder / 'qrels'} holds {', '.join(sorted(found)) or 'no file'}, and none of {', '.join(splits)}: "
         "give the path of the qrels file that is meant"
     )
 
 
-def _read_texts(path: Path, problems: list[str]) -> dict[str, Item]:
+def _read_texts(reader: Reader, problems: list[str]) -> dict[str, Item]:
     items: dict[str, Item] = {}
-    with readable(path):
-        reader = JsonLines(path)
     for _, _, number, record in reader.scan():
         where, given = reader.where(number), identified_text(record)
         if isinstance(given, str):
@@ -299,8 +296,8 @@ def _read_qrels(
             continue
         query, identity, grade = found
         if query not in queries:
-            problems.append(f"{where}: query {query} is not in queries.jsonl")
+            problems.append(f"{where}: query {query} is not in the queries")
         elif (document := documents.find(identity)) is None:
-            problems.append(f"{where}: document {identity} is not in corpus.jsonl")
+            problems.append(f"{where}: document {identity} is not in the corpus")
         else:
             yield query, document, grade

@@ -1,4 +1,4 @@
-"""Qrels: the lines of a file of judgements, in the format of BEIR or of trec_eval."""
+"""Qrels: the lines of a file of judgements, in the format of BEIR or of trec_eval, or its records."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vembed.errors import UserError
+from vembed.evaluation.beir_folder import open_records
 
 
 def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
     """Yield where each line is, and its query, document and grade; or what is wrong with the line."""
+    if path.suffix in (".jsonl", ".parquet"):
+        yield from _of_records(path)
+        return
     with readable(path), path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -26,6 +30,17 @@ def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | st
                 yield where, "not query-id, corpus-id and a whole score, separated by tabs"
             else:
                 yield where, (fields[0], fields[1], int(fields[2]))
+
+
+def _of_records(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
+    reader = open_records(path)
+    for _, _, line, record in reader.scan():
+        given = record if isinstance(record, dict) else {}
+        query, document, score = given.get("query-id"), given.get("corpus-id"), given.get("score", 1)
+        if query is None or document is None or not isinstance(score, int | float) or score != int(score):
+            yield reader.where(line), "not query-id, corpus-id and a whole score"
+        else:
+            yield reader.where(line), (str(query), str(document), int(score))
 
 
 @contextmanager

@@ -17,14 +17,14 @@ from vembed.data.messages import listed
 from vembed.data.opening import open_reader
 from vembed.data.readers import Reader
 from vembed.errors import UserError
-from vembed.evaluation.corpus import titled_text
+from vembed.evaluation.beir_folder import texts_path
+from vembed.evaluation.corpus import record_id, titled_text
 from vembed.mining.config import DataOptions
 from vembed.mining.contents import KeyIndex, content_key, id_key
-from vembed.mining.record_tables import CORPUS_FILE, AnyColumns, BeirTable, RowSource, TextLines
+from vembed.mining.record_tables import AnyColumns, BeirTable, RowSource, TextLines
 
 TEXT_FIELDS = ("text", "document", "positive", "passage", "content", "contents", "body", "abstract", "sentence")
 IMAGE_FIELDS = ("image", "images", "image_path")
-ID_FIELDS = ("_id", "id", "doc_id", "document_id", "docid", "pid")
 NUM_SHOWN = 10
 ROWS = -1
 """In place of a file's number: the rows of the training data."""
@@ -35,8 +35,7 @@ class CorpusFile:
 
     def __init__(self, path: str, options: DataOptions) -> None:
         place = Path(path).expanduser()
-        if (place / CORPUS_FILE).is_file():
-            place = place / CORPUS_FILE
+        place = texts_path(place, "corpus") or place
         is_text = place.suffix.lower() in (".txt", ".text") and place.is_file()
         columns = AnyColumns()
         self.reader: Reader = TextLines(place) if is_text else open_reader(str(place), columns, "train", cache_folder())
@@ -246,14 +245,6 @@ def _of_files(files: Sequence[CorpusFile], on_bad_record: str) -> tuple[_Entries
 def items_of(example: Example) -> tuple[Item, ...]:
     """The documents of a row: positives, then negatives."""
     return example.positives + example.negatives
-
-
-def record_id(record: Any) -> str | None:
-    """The id of a record of a corpus, if it has one."""
-    if not isinstance(record, dict):
-        return None
-    found = next((record[name] for name in ID_FIELDS if record.get(name) is not None), None)
-    return None if found is None else str(found)
 
 
 def row_value(item: Item, image_folder: str) -> Any:

@@ -12,10 +12,11 @@ import numpy as np
 
 from vembed.data.examples import Item
 from vembed.errors import UserError
+from vembed.evaluation.beir_folder import is_beir_folder, qrels_files
 from vembed.mining.config import DataOptions
 from vembed.mining.contents import content_key
 from vembed.mining.documents import Documents
-from vembed.mining.record_tables import CORPUS_FILE, RowSource, qrels_file, read_qrels
+from vembed.mining.record_tables import RowSource, qrels_file, read_qrels
 
 QUERY_ID_FIELDS = ("query_id", "qid", "query-id", "_id")
 POSITIVE_ID_FIELDS = (
@@ -179,7 +180,7 @@ def _qrels(options: DataOptions) -> dict[str, list[str]]:
     relevant: dict[str, list[str]] = {}
     for path in given:
         folder = Path(path).expanduser()
-        if (folder / CORPUS_FILE).is_file() and (folder / "qrels").is_dir():
+        if is_beir_folder(folder) and qrels_files(folder):
             for identity, found in read_qrels(qrels_file(folder, options.split)).items():
                 relevant.setdefault(identity, []).extend(found)
     return relevant

@@ -20,10 +20,11 @@ from vembed.data.examples import Item
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
 from vembed.errors import UserError
+from vembed.evaluation.corpus import record_id
 from vembed.mining.candidate_store import CandidateStore
 from vembed.mining.config import DataOptions, GenerateConfig, MineConfig, ModelFreeKind
 from vembed.mining.contents import content_key, normalised
-from vembed.mining.documents import CorpusFile, record_id
+from vembed.mining.documents import CorpusFile
 from vembed.mining.kinds import pairs_of
 from vembed.mining.mining_options import Source, load_options
 from vembed.mining.mining_run import Say, open_session, read_inputs

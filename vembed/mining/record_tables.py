@@ -18,14 +18,14 @@ from vembed.data.index import build_index
 from vembed.data.index_parts import NUM_SHOWN
 from vembed.data.messages import joined, listed
 from vembed.data.opening import open_reader
-from vembed.data.readers import JsonLines, Reader, TextFile
+from vembed.data.readers import Reader, TextFile
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
-from vembed.evaluation.corpus import titled_text
+from vembed.evaluation.beir_folder import is_beir_folder, open_texts, qrels_files
+from vembed.evaluation.corpus import record_id, titled_text
 from vembed.evaluation.qrels import read_judgements
 from vembed.mining.config import RowOptions
 
-CORPUS_FILE = "corpus.jsonl"
 SPLITS = ("train", "dev", "validation", "val", "test")
 
 
@@ -121,16 +121,16 @@ class BeirTable:
     def __init__(self, folder: Path, split: str | None) -> None:
         self.name = str(folder)
         self.image_folder = str(folder)
-        self._queries, self._corpus = JsonLines(folder / "queries.jsonl"), JsonLines(folder / CORPUS_FILE)
+        self._queries, self._corpus = open_texts(folder, "queries"), open_texts(folder, "corpus")
         relevant = read_qrels(qrels_file(folder, split))
         # Only judged documents are kept in memory, by position; the corpus may be large.
         wanted = {identity for found in relevant.values() for identity in found}
-        places = {str(one.get("_id")): (start, size) for start, size, one in _objects(self._corpus)}
+        places = {str(record_id(one)): (start, size) for start, size, one in _objects(self._corpus)}
         self._documents = {identity: places[identity] for identity in wanted if identity in places}
         self._rows = [
-            (str(one["_id"]), start, size)
+            (str(record_id(one)), start, size)
             for start, size, one in _objects(self._queries)
-            if any(identity in self._documents for identity in relevant.get(str(one.get("_id")), ()))
+            if any(identity in self._documents for identity in relevant.get(str(record_id(one)), ()))
         ]
         self._relevant = relevant
         self._form = RecordFormat(Columns(), ImageRoot(str(folder), allow_urls=False))
@@ -210,7 +210,7 @@ def open_rows(options: RowOptions) -> Rows:
     for entry in given:
         source = DataSource(path=entry) if isinstance(entry, str) else entry
         folder = Path(source.path)
-        if (folder / CORPUS_FILE).is_file():
+        if is_beir_folder(folder):
             tables.append(BeirTable(folder, options.split))
         else:
             tables.append(_open_file(options, source, alone=len(given) == 1))
@@ -247,13 +247,13 @@ def _refuse_bad_records(options: RowOptions, tables: Sequence[FileTable]) -> Non
 
 def qrels_file(folder: Path, split: str | None) -> Path:
     """The qrels of a BEIR-style folder for a split; without one the first of train, dev, validation, val and test."""
-    found = {path.stem: path for path in sorted((folder / "qrels").glob("*.tsv"))}
+    found = qrels_files(folder)
     wanted = [split] if split else [*SPLITS, *(found if len(found) == 1 else ())]
     for name in wanted:
         if name in found:
             return found[name]
     raise UserError(
-        f"{folder / 'qrels'} holds {', '.join(sorted(found)) or 'no *.tsv file'}, and none of {', '.join(wanted)}: "
+        f"{folder / 'qrels'} holds {', '.join(sorted(found)) or 'no file'}, and none of {', '.join(wanted)}: "
         "give split, the name of the file that is meant"
     )
 
@@ -270,8 +270,8 @@ def read_qrels(path: Path) -> dict[str, list[str]]:
     return relevant
 
 
-def _objects(reader: JsonLines) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def _objects(reader: Reader) -> Iterator[tuple[int, int, dict[str, Any]]]:
     for start, size, line, record in reader.scan():
-        if not isinstance(record, dict) or record.get("_id") is None:
+        if record_id(record) is None:
             raise UserError(f"{reader.where(line)}: no record with a field _id")
         yield start, size, record

@@ -1,0 +1,70 @@
+"""BEIR-style folders: where corpus, queries and qrels are, as JSON Lines and TSV or, as on the Hub, as Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from vembed.config.user_folders import cache_folder
+from vembed.data.columns import Columns
+from vembed.data.opening import data_files, open_reader
+from vembed.data.readers import Reader
+from vembed.errors import UserError
+from vembed.evaluation.corpus import ID_FIELDS
+
+TextPart = Literal["corpus", "queries"]
+QRELS_ENDINGS = (".tsv", ".jsonl", ".parquet")
+_READ = frozenset({*ID_FIELDS, "title", "text", "query-id", "corpus-id", "score"})
+_SHARD = "-00000-of-"
+
+
+class _Read(Columns):
+    """Columns of documents, queries and judgements."""
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Accept any header: a record without an id or text is named."""
+
+    def needed(self, columns: Iterable[str]) -> list[str]:
+        """Return the columns that are read."""
+        return [name for name in columns if name in _READ]
+
+
+def is_beir_folder(folder: Path) -> bool:
+    """Return whether a folder has a corpus."""
+    return texts_path(folder, "corpus") is not None
+
+
+def texts_path(folder: Path, part: TextPart) -> Path | None:
+    """Return the file of the documents or queries, or the folder of such files; None if there is none."""
+    files = [folder / f"{part}.jsonl", folder / f"{part}.parquet"]
+    found = next((path for path in files if path.is_file()), None)
+    if found is None and (folder / part).is_dir() and data_files(folder / part):
+        return folder / part
+    return found
+
+
+def open_texts(folder: Path, part: TextPart) -> Reader:
+    """Return the reader of the documents or queries."""
+    path = texts_path(folder, part)
+    if path is None:
+        raise UserError(f"{folder} has neither {part}.jsonl nor {part}.parquet, and no folder {part} with such files")
+    return open_records(path)
+
+
+def open_records(path: Path) -> Reader:
+    """Return the reader of a file with documents, queries or judgements."""
+    return open_reader(str(path), _Read(), "validation", cache_folder())
+
+
+def qrels_files(folder: Path) -> dict[str, Path]:
+    """Return the files of judgements by split. A shard such as test-00000-of-00001.parquet is that of its split."""
+    found = [path for path in sorted((folder / "qrels").glob("*")) if path.suffix in QRELS_ENDINGS]
+    return {path.stem.partition(_SHARD)[0]: path for path in found}
+
+
+def folder_of_qrels(path: Path) -> Path | None:
+    """Return the BEIR-style folder that a file of judgements belongs to; None for other files."""
+    folder = path.parent.parent
+    is_qrels = path.suffix == ".tsv" or (path.suffix in QRELS_ENDINGS and path.parent.name == "qrels")
+    return folder if is_qrels and is_beir_folder(folder) else None
