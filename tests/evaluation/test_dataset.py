@@ -160,9 +160,8 @@ def test_beir_folder_in_parquet(tmp_path, is_of_hub):
             pq.write_table(pa.Table.from_pylist(some), path)
     (place / "qrels").mkdir()
     if is_of_hub:
-        judged = [{"query-id": "q1", "corpus-id": "d1", "score": 2.0}, {"query-id": "q1", "corpus-id": "d2", "score": 0.0},
-                  {"query-id": "2", "corpus-id": "d3", "score": 1.0}]  # fmt: skip
-        pq.write_table(pa.Table.from_pylist(judged), place / "qrels" / "test-00000-of-00001.parquet")
+        judged = {"query-id": ["q1", "q1", "2"], "corpus-id": ["d1", "d2", "d3"], "score": [2.0, 0.0, 1.0]}
+        pq.write_table(pa.table(judged), place / "qrels" / "test-00000-of-00001.parquet")
     else:
         shutil.copy(folder / "qrels" / "test.tsv", place / "qrels")
     for data in (opened(place, splits=("test",)), opened(next((place / "qrels").iterdir()))):

@@ -141,7 +141,7 @@ class DataOptions(Frozen, title="data"):
     """Training data: a file (JSONL, CSV, TSV, Parquet; also .gz, .zst), a folder or pattern of files, an address
     (`s3://...`), a Hub name, or a list with weights."""
     val_data_path: str | None = None
-    """Validation data: as `data_path`, or a BEIR-style folder (corpus.jsonl, queries.jsonl, qrels/*.tsv)."""
+    """Validation data: as `data_path`, or a BEIR-style folder (corpus, queries and qrels; JSON Lines or Parquet)."""
     val_split: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), Number] | None = None
     """Hold out this share of the queries of `data_path` for validation, instead of `val_data_path`. All examples of a
     query and of its near-duplicates go to one side; which side depends on the seed and the texts alone."""
