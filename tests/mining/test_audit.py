@@ -60,6 +60,19 @@ class Text(HTMLParser):
         self.words.append(data)
 
 
+def test_pairs_with_a_column_that_says_which_match(options, tmp_path):
+    rows = [{"query": f"q {one}", "positive": f"p {one}", "is_duplicate": number % 2}
+            for number, one in enumerate(documents()[:6])]  # fmt: skip
+    pairs = write_lines(tmp_path / "pairs.jsonl", rows)
+    _, found = run(options, data_path=str(pairs), val_data_path=None)
+    one = found["unread_judgement"]
+    assert (one.severity, one.count, one.share) == ("warning", 6, 1.0)
+    assert "is_duplicate is not read, and every pair is taken for a match" in one.text
+    assert [example["is_duplicate"] for example in one.examples] == ["0", "1"] * 3
+    _, found = run(options, data_path=str(pairs), val_data_path=None, column_mapping={"is_duplicate": "score"})
+    assert "unread_judgement" not in found, "it is read"
+
+
 def test_findings_without_a_model(options):
     result, found = run(options)
     assert {kind: one.count for kind, one in found.items()} == {

@@ -214,9 +214,14 @@ class Columns:
         return None if is_pair or not (text or queries or found["positive_image"]) else label
 
 
+def judgement_column(unused: Iterable[str]) -> str | None:
+    """Return the first column that probably says which pairs match; None without one."""
+    return next((name for name in unused if _plain(name) in JUDGEMENTS), None)
+
+
 def unread_judgement(unused: Iterable[str]) -> str | None:
     """Return what is wrong with pairs whose columns that are not read include a likely judgement; None without one."""
-    name = next((name for name in unused if _plain(name) in JUDGEMENTS), None)
+    name = judgement_column(unused)
     if name is None:
         return None
     return (

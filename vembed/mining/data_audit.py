@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vembed.data.columns import judgement_column, unread_judgement
 from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.mining.audit_beginning import data_sections
@@ -18,7 +19,7 @@ from vembed.mining.audit_page import render
 from vembed.mining.audit_ranks import rank_findings
 from vembed.mining.candidate_store import CandidateStore
 from vembed.mining.config import AuditConfig, MineConfig
-from vembed.mining.findings import Finding, Texts, lengths, scripts
+from vembed.mining.findings import SHOWN_CHARACTERS, Finding, Texts, lengths, scripts
 from vembed.mining.mining_options import Source, load_options
 from vembed.mining.mining_run import Inputs, Say, open_session, read_inputs
 from vembed.mining.output import check_output, row_writer
@@ -56,7 +57,11 @@ def audit(
         checker = Checker(
             data, validation, near_duplicate=config.near_duplicate, num_examples=config.num_examples, words=words
         )
-        findings = [*_bad_records(inputs.rows, config.num_examples, words), *checker.findings()]
+        findings = [
+            *_bad_records(inputs.rows, config.num_examples, words),
+            *_unread_judgements(inputs.rows, config.num_examples),
+            *checker.findings(),
+        ]
         to_drop = dict(checker.rows_to_drop)
         sources: dict[str, Any] = {name: {"rows": count} for name, count in per_source(data).items()}
         if config.model_name is not None:
@@ -159,6 +164,30 @@ def _bad_records(rows: Rows, num_examples: int, words: str) -> list[Finding]:
             examples,
         )
     ]
+
+
+def _unread_judgements(rows: Rows, num_examples: int) -> list[Finding]:
+    """Pairs with a column that probably says which of them match, and is not read."""
+    found = []
+    for table in rows.tables:
+        if not isinstance(table, FileTable) or table.index.labels is not None or table.index.counts.scored:
+            continue
+        column, sentence = judgement_column(table.index.unused), unread_judgement(table.index.unused)
+        if column is None or sentence is None:
+            continue
+        records = [table.record(number) for number in range(min(num_examples, len(table)))]
+        found.append(
+            Finding(
+                "unread_judgement",
+                "warning",
+                "Pairs that may not match",
+                f"{table.name}: {sentence}.",
+                len(table),
+                len(table) / len(rows),
+                examples=[{name: str(value)[:SHOWN_CHARACTERS] for name, value in one.items()} for one in records],
+            )
+        )
+    return found
 
 
 def _write_cleaned(config: AuditConfig, rows: Rows, to_drop: dict[str, set[int]]) -> None:
