@@ -122,9 +122,11 @@ def check_server(
     """
 
     def call() -> None:
+        from vembed.export.server_check import check_address
         from vembed.export.server_check import check_server as run_check
         from vembed.tools.model_argument import usable_model
 
+        check_address(url, model)
         with json_result(json_file) as give, usable_model(model) as found:
             largest = run_check(
                 url, found, data=data, served_name=served_name, tolerance=tolerance,

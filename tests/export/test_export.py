@@ -353,6 +353,8 @@ def test_check_server(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 1 and "embeddings of [16, 8] for [16, 24]" in done.stderr
     refused = run("check-server", "http://127.0.0.1:9", model_folder())
     assert refused.exit_code == 2 and "does not answer" in refused.stderr
+    swapped = run("check-server", "output/final", "http://127.0.0.1:9")
+    assert swapped.exit_code == 2 and "the address comes first, then the model" in swapped.stderr
 
 
 def test_distances_of_broken_vectors_are_infinite() -> None:

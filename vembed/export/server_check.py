@@ -54,11 +54,19 @@ def post(url: str, values: dict[str, Any]) -> Any:
         raise UserError(f"{url} does not answer as an embedding server: {error}") from error
 
 
+def check_address(url: str, model: str) -> None:
+    """Raise UserError for a URL that is none, or stands in the place of the model."""
+    addresses = ("http://", "https://")
+    if model.startswith(addresses) and not url.startswith(addresses):
+        raise UserError(f"{url} is no address, and {model} is one: the address comes first, then the model")
+    if not url.startswith(addresses):
+        raise UserError(f"{url} is no address; give it as http://localhost:8080")
+
+
 def find_endpoint(url: str, model: str) -> Endpoint:
     """Return the route of a server: the URL itself if it names one, otherwise the first that answers."""
+    check_address(url, model)
     url = url.rstrip("/")
-    if not url.startswith(("http://", "https://")):
-        raise UserError(f"{url} is no address; give it as http://localhost:8080")
     if url.endswith(("/embeddings", "/embed")):
         return Endpoint(url, model)
     # A route that the server lacks answers 404: each is tried with one short text.
