@@ -34,7 +34,7 @@ def test_every_index_once_within_the_budget(
 
 @given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 80))
 def test_number_of_micro_batches(lengths: list[int], budget: int, max_rows: int | None, at_least: int) -> None:
-    alone = microbatches.num_micro_batches(lengths, budget, max_rows)
+    alone = len(microbatches.split(lengths, budget, max_rows))
     split = microbatches.split(lengths, budget, max_rows, at_least)
     assert len(split) == max(alone, at_least)
     assert (alone == 0) == (not lengths)

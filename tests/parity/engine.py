@@ -207,7 +207,7 @@ def drawn_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser, world
         own = rank_rows(len(rows), rank, world_size)
         rank_batches.append(make_rank_batch(rows[own], own.start, 0, 0, featuriser))
     lengths = [[feature.length for feature in rank_batch.features] for rank_batch in rank_batches]
-    count = max(microbatches.num_micro_batches(one, budget.micro_batch_tokens) for one in lengths)
+    count = max(len(microbatches.split(one, budget.micro_batch_tokens)) for one in lengths)
     embeddings, offsets = [], [0]
     for rank, rank_batch in enumerate(rank_batches):
         batch_schedule = microbatches.split(lengths[rank], budget.micro_batch_tokens, at_least=count)

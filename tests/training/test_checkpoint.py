@@ -23,7 +23,7 @@ from tests.training.tiny_run import TinyLoss, TinyModel, assert_same, backward, 
 from vembed.distributed.session import start_session
 from vembed.errors import RunError, UserError
 from vembed.training import integrity
-from vembed.training.checkpoint import Checkpointer, latest_good, read_state
+from vembed.training.checkpoint import Checkpointer, read_state
 from vembed.training.loop_state import LoopState
 from vembed.training.optim import build_optimizer
 from vembed.training.state import quieten_torch
@@ -68,6 +68,12 @@ class Run:
         return whole_state(self.model, self.loss, self.optimizer)
 
 
+def found_in(output_dir):
+    """The checkpoint that a run resumes from."""
+    with starting(output_dir, resume="auto") as run:
+        return run.checkpointer.find()
+
+
 @contextmanager
 def starting(output_dir, model=None, **options):
     with start_session(config_for(output_dir, **options)) as session:
@@ -95,7 +101,7 @@ def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
         assert run.model.num_seen.tolist() == [5.0] * 3
         assert (tmp_path / "checkpoint-4.abandoned").is_dir()
         run.train().save()
-    assert latest_good(tmp_path).name == "checkpoint-4"
+    assert found_in(tmp_path).name == "checkpoint-4"
     state = read_state(tmp_path / "checkpoint-4")
     assert state["optimizer"] == "AdamW of torch"
     assert (state["world_size"], state["strategy"]) == (1, "single")
@@ -397,12 +403,12 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, caplog, async_save
         )
         assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
         run.save().checkpointer.wait()  # there is room again
-        assert latest_good(tmp_path).name == "checkpoint-2"
+        assert found_in(tmp_path).name == "checkpoint-2"
     with starting(tmp_path, resume=True, async_save=async_save) as run:
         run.resume().train()
         with small_files(300), pytest.raises(RunError, match=r"Check the disk of .* or set on_save_error: continue"):
             run.save().checkpointer.wait()
-    assert latest_good(tmp_path).name == "checkpoint-2"
+    assert found_in(tmp_path).name == "checkpoint-2"
 
 
 def test_a_full_disk_in_the_extra_files(tmp_path):
@@ -496,7 +502,7 @@ def test_the_last_asynchronous_save_is_finished_whatever_ends_the_run(tmp_path, 
         else:
             with pytest.raises(ZeroDivisionError):
                 crash(run)
-    assert (latest_good(tmp_path) is None) == failing
+    assert (found_in(tmp_path) is None) == failing
 
 
 def test_torch_makes_no_record_of_each_tensor():

@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.training.test_checkpoint import starting
+from tests.training.test_checkpoint import found_in, starting
 from vembed.errors import UserError
 from vembed.training import integrity
-from vembed.training.checkpoint import latest_good
 from vembed.training.checkpoint_schema import CODES, LoopSchema, ScaleSchema
 from vembed.training.loop_state import LoopState
 from vembed.training.update import GradientScale
@@ -148,7 +147,7 @@ def test_altered_contents_are_one_sentence_and_then_the_checkpoint_before(run_fo
     alter, says = ALTERED[name]
     alter(run_folder / "checkpoint-2")
     sealed(run_folder / "checkpoint-2")
-    assert latest_good(run_folder) == run_folder / "checkpoint-1"
+    assert found_in(run_folder) == run_folder / "checkpoint-1"
     (line,) = [one for one in caplog.messages if one.startswith("skipped")]
     assert "checkpoint-2" in line and says in line and "\n" not in line
 
@@ -162,7 +161,7 @@ def test_pipes_and_links_are_not_opened(run_folder, name, kind):
         os.mkfifo(path)
     else:
         path.symlink_to(run_folder / "outside")
-    assert latest_good(run_folder) == run_folder / "checkpoint-1"
+    assert found_in(run_folder) == run_folder / "checkpoint-1"
 
 
 def test_names_in_the_manifest_stay_inside(run_folder):

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import vembed
+from tests.training.test_checkpoint import found_in
 from tests.training.test_run import settings
 from vembed.errors import RunError
 from vembed.report.report import write_report
 from vembed.training import finish
-from vembed.training.checkpoint import latest_good
 from vembed.training.hooks import Hook, StepReport
 
 OPTIONS: dict[str, Any] = {"val_data_path": None, "eval_before": False, "save_steps": 1}
@@ -67,7 +67,7 @@ def test_a_run_whose_disk_fills_up_says_so_and_goes_on_when_there_is_room(
     with pytest.raises((RunError, OSError), match="No space left on device") as caught:
         vembed.train(options, hooks=[Filler(disk, 2 if when == "checkpoint" else None)])
     assert not (disk / "run" / "final").exists()
-    good = latest_good(disk / "run")
+    good = found_in(disk / "run")
     assert good is not None and good.name == ("checkpoint-1" if when == "checkpoint" else "checkpoint-2")
     assert isinstance(caught.value, RunError) and f"ake room in {disk / 'run'}" in str(caught.value)
     (disk / "ballast").unlink()

@@ -2,14 +2,15 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vembed.training import checkpoint_schema, integrity
-from vembed.training.checkpoint import latest_good
+from tests.training.test_checkpoint import found_in, starting
+from vembed.training import integrity
 
 
 def fake_checkpoint(output_dir, step, content=b"0123456789" * 20):
@@ -55,17 +56,19 @@ def test_any_damage_to_any_file_is_seen(tmp_path_factory, name, kind, position):
     shutil.rmtree(folder.parent)
 
 
-def test_the_newest_whole_checkpoint_is_taken_and_the_log_says_why(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(checkpoint_schema, "problems_in", lambda folder: [])  # of a fake, nothing makes sense
-    whole = fake_checkpoint(tmp_path, 5)
-    damage(fake_checkpoint(tmp_path, 10), "a.safetensors", "truncate", 0.5)
-    fake_checkpoint(tmp_path, 15).joinpath(integrity.MANIFEST).unlink()
+def test_the_newest_whole_checkpoint_is_taken_and_the_log_says_why(tmp_path, caplog):
+    with starting(tmp_path) as run:
+        run.resume()
+        for _ in range(3):
+            run.train().save()
+    damage(tmp_path / "checkpoint-2", "rank00000-00000.safetensors", "truncate", 0.5)
+    (tmp_path / "checkpoint-3" / integrity.MANIFEST).unlink()
     (tmp_path / "checkpoint-20.partial").mkdir()
     (tmp_path / "checkpoint-x").mkdir()
-    assert latest_good(tmp_path) == whole
-    assert "checkpoint-10: a.safetensors has 100 bytes instead of 200" in caplog.text
-    assert "checkpoint-15: manifest.json is missing" in caplog.text
-    assert latest_good(tmp_path / "nowhere") is None
+    assert found_in(tmp_path) == tmp_path / "checkpoint-1"
+    assert re.search(r"checkpoint-2: rank00000-00000\.safetensors has [\d,]+ bytes instead of [\d,]+", caplog.text)
+    assert "checkpoint-3: manifest.json is missing" in caplog.text
+    assert found_in(tmp_path / "nowhere") is None
 
 
 def test_a_newer_format_is_not_mistaken_for_damage(tmp_path):

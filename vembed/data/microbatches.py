@@ -16,11 +16,6 @@ PRICE = 16
 """An additional micro-batch must save more than 1/16 of the budget in padding."""
 
 
-def num_micro_batches(lengths: Lengths, budget: int, max_rows: int | None = None) -> int:
-    """Return the number of micro-batches that `split` makes of these lengths with at_least=0."""
-    return len(_cut(_sorted(lengths, budget, max_rows)[1], budget, max_rows))
-
-
 def split(lengths: Lengths, budget: int, max_rows: int | None = None, at_least: int = 0) -> list[list[int]]:
     """Return micro-batches of indices, longest inputs first, of at most `budget` padded tokens and `max_rows` rows.
 

@@ -462,17 +462,6 @@ def read_state(directory: Path) -> dict[str, Any]:
     return state
 
 
-def latest_good(output_dir: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run; log those skipped and why. Not collective: for a single
-    process."""
-    for _, path in reversed(list_checkpoints(output_dir)):
-        problems = checkpoint_schema.verify(path)
-        if not problems:
-            return path
-        log.warning("skipped %s: %s", path, "; ".join(problems))
-    return None
-
-
 def _make_empty(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
