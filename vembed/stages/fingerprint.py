@@ -11,6 +11,7 @@ from typing import Any
 from vembed.config.entries import DataSource
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import data_sources
+from vembed.data.file_content import add_content
 from vembed.training.resume import MAY_CHANGE
 
 PART = 2**20
@@ -66,13 +67,8 @@ def _of_place(name: str) -> str:
 
 
 def _of_file(path: Path) -> str:
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        # A set: the places coincide in files of at most PART bytes.
-        for place in sorted({0, max(size // 2 - PART // 2, 0), max(size - PART, 0)}):
-            file.seek(place)
-            digest.update(file.read(PART))
+    digest = hashlib.sha256(str(path.stat().st_size).encode())
+    add_content(digest, path, pieces=3, piece_bytes=PART, whole_bytes=PART)
     return digest.hexdigest()
 
 

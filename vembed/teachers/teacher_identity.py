@@ -9,6 +9,7 @@ from pathlib import Path
 from vembed.config.entries import Teacher
 from vembed.data.examples import Item, Kind
 from vembed.data.feature_store import lasting_identity
+from vembed.data.file_content import add_content
 from vembed.data.row_store import KEY_BYTES
 from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT
 
@@ -27,13 +28,8 @@ def teacher_identity(folder: Path, teacher: Teacher, kind: str, arithmetic: str)
     digest.update(json.dumps(settings).encode())
     for path in sorted(folder.rglob("*")):
         if path.suffix in (".json", ".safetensors", ".txt", ".model", ".jinja", ".bin") and path.is_file():
-            size = path.stat().st_size
-            digest.update(f"{path.relative_to(folder)} {size}".encode())
-            samples = [(0, size)] if size <= 3 * SAMPLE else [(0, SAMPLE), (size // 2, SAMPLE), (size - SAMPLE, SAMPLE)]
-            with path.open("rb") as file:
-                for start, length in samples:
-                    file.seek(start)
-                    digest.update(file.read(length))
+            digest.update(f"{path.relative_to(folder)} {path.stat().st_size}".encode())
+            add_content(digest, path, pieces=3, piece_bytes=SAMPLE, whole_bytes=3 * SAMPLE)
     return digest.hexdigest()
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
+from vembed.data.file_content import add_content
+
 WHOLE_BYTES = 64 * 2**20
 """Files up to this size are read whole; of larger ones their size and PARTS pieces are."""
 PARTS = 128
@@ -72,16 +74,8 @@ def _folder(folder: Path, files: list[Path]) -> str:
 
 
 def _file(path: Path) -> str:
-    size = path.stat().st_size
-    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
-    with path.open("rb") as file:
-        if size <= WHOLE_BYTES:
-            while block := file.read(2**20):
-                digest.update(block)
-        else:
-            for part in range(PARTS):
-                file.seek(part * (size - PART_BYTES) // (PARTS - 1))
-                digest.update(file.read(PART_BYTES))
+    digest = hashlib.blake2b(str(path.stat().st_size).encode(), digest_size=16)
+    add_content(digest, path, pieces=PARTS, piece_bytes=PART_BYTES, whole_bytes=WHOLE_BYTES)
     return digest.hexdigest()
 
 

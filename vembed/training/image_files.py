@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vembed.data.examples import Example, Item
+from vembed.data.file_content import add_content
 from vembed.data.sources import ExampleStore
 from vembed.evaluation.dataset import EvalData, RetrievalData
 
@@ -42,13 +43,8 @@ def _of(items: Iterable[Item]) -> str | None:
 
 def _content(path: Path) -> str:
     try:
-        size = path.stat().st_size
-        digest = hashlib.blake2b(str(size).encode(), digest_size=16)
-        with path.open("rb") as file:
-            whole = size <= 3 * PIECE_BYTES
-            for start in (0,) if whole else (0, (size - PIECE_BYTES) // 2, size - PIECE_BYTES):
-                file.seek(start)
-                digest.update(file.read(size if whole else PIECE_BYTES))
+        digest = hashlib.blake2b(str(path.stat().st_size).encode(), digest_size=16)
+        add_content(digest, path, pieces=3, piece_bytes=PIECE_BYTES, whole_bytes=3 * PIECE_BYTES)
         return digest.hexdigest()
     except OSError as error:
         return f"cannot be read: {error.strerror}"

@@ -1,0 +1,24 @@
+"""Digests of files: small ones count whole, of large ones their beginning, their end, and pieces between."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from vembed.data.file_content import add_content
+
+
+@pytest.mark.parametrize(
+    ("size", "read"),
+    [(0, []), (30, [(0, 30)]), (31, [(0, 10), (10, 20), (21, 31)]), (100, [(0, 10), (45, 55), (90, 100)])],
+)
+def test_pieces_of_a_file(tmp_path: Path, size: int, read: list[tuple[int, int]]) -> None:
+    content = bytes(range(size))
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    digest = hashlib.sha256()
+    add_content(digest, path, pieces=3, piece_bytes=10, whole_bytes=30)
+    expected = b"".join(content[start:end] for start, end in read)
+    assert digest.digest() == hashlib.sha256(expected).digest()
