@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.distributed.environment import RankInfo
 from vembed.distributed.hardware import GPUS
+from vembed.distributed.memory import is_shortage
 from vembed.distributed.placement import place
 from vembed.errors import RunError
 from vembed.models.embedding_model import EmbeddingModel
@@ -43,12 +45,17 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 def fail_at(monkeypatch: pytest.MonkeyPatch, micro_batches: set[int], *, above_rows: int = 0) -> None:
     """The model's forward runs out of memory at these calls in training, or whenever it gets many rows."""
     original, count = EmbeddingModel.forward, [0]
+    # In turns as torch's allocator says it, and as a library that allocates by itself.
+    errors = itertools.cycle([
+        torch.OutOfMemoryError("CUDA out of memory (simulated)"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ])  # fmt: skip
 
     def forward(self: EmbeddingModel, parts: Any, **options: Any) -> Any:
         if self.training:
             count[0] += 1
             if count[0] in micro_batches or (above_rows and len(parts[0][1]["input_ids"]) > above_rows):
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory (simulated)")
+                raise next(errors)
         return original(self, parts, **options)
 
     monkeypatch.setattr(EmbeddingModel, "forward", forward)
@@ -83,6 +90,11 @@ def test_step_is_replayed_with_half_the_budget(
     assert metrics(short.output_dir) == pytest.approx(metrics(plain.output_dir), rel=1e-5)
     said = (short.output_dir / "training_log.txt").read_text()
     assert "micro-batches of 200 tokens instead of 400" in said
+
+
+def test_other_errors_are_no_shortage() -> None:
+    assert not is_shortage(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"))
+    assert is_shortage(RuntimeError("CUDA error: out of memory"))
 
 
 @pytest.mark.promise("D26")

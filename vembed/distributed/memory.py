@@ -22,6 +22,15 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 log = logging.getLogger("vembed")
 
+SHORTAGES = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+"""Parts of the messages of errors that are a shortage of memory and not torch.OutOfMemoryError: libraries such as
+cuBLAS and cuDNN, and the driver, allocate beside torch's allocator."""
+
+
+def is_shortage(error: RuntimeError) -> bool:
+    """Return whether an error says that device memory has run out."""
+    return isinstance(error, torch.OutOfMemoryError) or any(one in str(error) for one in SHORTAGES)
+
 
 def fsdp_empty_cache() -> None:
     """Release cached memory and reset peak counters on all ranks. Collective; works without a process group."""

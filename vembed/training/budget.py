@@ -15,6 +15,7 @@ from vembed.data.features import Features, Featuriser
 from vembed.distributed import collectives
 from vembed.distributed.devices import seed_draws
 from vembed.distributed.estimate import CPU_MICRO_BATCH_TOKENS, GIB, OPTIMIZER_BYTES, Demand, measure
+from vembed.distributed.memory import is_shortage
 from vembed.distributed.parameters import (
     discard_passes,
     forget_forward,
@@ -149,7 +150,9 @@ def measure_demand(
             (small, low), (large, high) = points
             slope = max(high - low, 0) / (large - small)
             fixed, per_token = max(fixed, low - slope * small), max(per_token, slope)
-    except torch.cuda.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
         failed = True
     # Gradients of these passes must not reach the first step.
     discard_passes(model)

@@ -24,6 +24,7 @@ from vembed.data.microbatches import LockstepSplit
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
 from vembed.distributed.devices import matmul_precision, seed_draws
+from vembed.distributed.memory import is_shortage
 from vembed.distributed.parameters import reshard, set_gradient_sync, set_keep_gathered
 from vembed.distributed.session import Session
 from vembed.families.table import Modality
@@ -380,7 +381,9 @@ class ContrastiveStep:
         failed = False
         try:
             yield
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
             failed = True
         self.guard.agree(failed, self.budget)
         if failed:
