@@ -14,7 +14,7 @@ import pytest
 
 from tests.data.files import RECORDS, open_path, refused, write_format, write_jsonl
 from tests.data.pictures import write
-from vembed.data import sources, tables
+from vembed.data import opening, parquet_table, sources
 
 # ---- Parquet -------------------------------------------------------------------------------------------------------
 
@@ -22,28 +22,29 @@ from vembed.data import sources, tables
 def test_large_parquet_files_are_unpacked_once(
     tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "IN_MEMORY", 100)
-    monkeypatch.setattr(tables, "CHUNK_ROWS", 6)
+    monkeypatch.setattr(parquet_table, "IN_MEMORY", 100)
+    monkeypatch.setattr(parquet_table, "CHUNK_ROWS", 6)
     rows = [{**record, "id": i, "negatives": ["x", "y"][: i % 3]} for i, record in enumerate(RECORDS)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=10)
     store = open_path(tmp_path / "a.parquet")
     assert [store[i].query.text for i in (39, 0, 17)] == [RECORDS[i]["query"] for i in (39, 0, 17)]
-    (unpacked,) = (cache_home / "vembed" / "parquet").iterdir()
+    (unpacked,) = (cache_home / "vembed" / "parquet").rglob("*.arrow")
     before = unpacked.stat()
     assert open_path(tmp_path / "a.parquet").fingerprint == store.fingerprint
     assert unpacked.stat() == before
     pq.write_table(pa.Table.from_pylist(rows[:20]), tmp_path / "a.parquet")
     assert len(open_path(tmp_path / "a.parquet")) == 20
-    assert len(list((cache_home / "vembed" / "parquet").iterdir())) == 1, "the older one is gone"
+    (new,) = (cache_home / "vembed" / "parquet").rglob("*.arrow")
+    assert new != unpacked, "the older one is gone"
 
 
 def test_no_room_to_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "IN_MEMORY", 100)
+    monkeypatch.setattr(parquet_table, "IN_MEMORY", 100)
     path = write_format(tmp_path, "parquet", RECORDS)
-    monkeypatch.setattr(tables.shutil, "disk_usage", lambda folder: tables.shutil._ntuple_diskusage(10, 9, 1))
+    monkeypatch.setattr(opening.shutil, "disk_usage", lambda folder: opening.shutil._ntuple_diskusage(10, 9, 1))
     assert "unpacks to" in refused(path)
     monkeypatch.undo()
-    monkeypatch.setattr(tables, "IN_MEMORY", 100)
+    monkeypatch.setattr(parquet_table, "IN_MEMORY", 100)
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))
     assert "could not be unpacked" in refused(path)
 

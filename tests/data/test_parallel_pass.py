@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.files import config
-from vembed.data import blocks, index, index_parts, index_worker, readers, tables
+from vembed.data import blocks, index, index_parts, index_worker, parquet_table, readers
 from vembed.data.columns import Columns
 from vembed.data.images import ImageRoot
 from vembed.data.index import Index
@@ -90,13 +90,13 @@ def test_a_part_that_was_read_knows_its_lines(
 
 
 def test_parquet_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "IN_MEMORY", 100)
-    monkeypatch.setattr(tables, "CHUNK_ROWS", 50)
-    monkeypatch.setattr(tables, "PART_ROWS", 90)
+    monkeypatch.setattr(parquet_table, "IN_MEMORY", 100)
+    monkeypatch.setattr(parquet_table, "CHUNK_ROWS", 50)
+    monkeypatch.setattr(parquet_table, "PART_BYTES", 1)
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=100)
     one, two, parts = indices(str(tmp_path / "a.parquet"), monkeypatch, tmp_path)
     assert one == two
-    assert parts == 5
+    assert parts == 4
     assert one["lines"][0] == 1 and one["lines"][-1] == 400
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from vembed.data.cache import short_hash, stamp
+from vembed.data.messages import ROOM
 from vembed.errors import UserError
 from vembed.progress import ProgressReport
 
@@ -24,7 +25,6 @@ PIECE = 4 * 2**20
 MOST = 2**30
 MOST_TIMES = 200
 """A file that unpacks to more than MOST bytes and so many times its size is no text."""
-ROOM = "free some space, or set XDG_CACHE_HOME to a folder with more"
 
 
 def is_address(path: str) -> bool:

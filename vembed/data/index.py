@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import xxhash
@@ -16,9 +17,10 @@ from vembed.cores import num_cores
 from vembed.data.batches import ContentKeys
 from vembed.data.index_parts import NUM_SHOWN, Counts, PartIndex, index_part
 from vembed.data.index_worker import in_processes, num_workers
-from vembed.data.readers import Reader
+from vembed.data.readers import Part, Reader
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
+from vembed.progress import duration
 
 log = logging.getLogger("vembed")
 
@@ -83,14 +85,17 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
 
     A source of several parts is read by as many processes as there are cores.
     """
-    parts, say = reader.parts(), _progress(reader.name)
-    # Where to check does not change what is found: the parts and their order are the same.
-    if num_workers(len(parts)) > 1:
-        found = in_processes(reader, form, parts, with_keys=with_keys, say=say)
-        for one in found:
-            form.columns.note(one.layouts, one.unused)
-    else:
-        found = [index_part(reader, form, part, with_keys=with_keys, say=say) for part in parts]
+    parts = reader.parts()
+    with _Hash(reader.files()) as hashed:
+        say = _progress(reader.name, sum(part.stop - part.start for part in parts), hashed)
+        # Where to check does not change what is found: the parts and their order are the same.
+        if num_workers(len(parts)) > 1:
+            found = in_processes(reader, form, parts, with_keys=with_keys, say=say)
+            for one in found:
+                form.columns.note(one.layouts, one.unused)
+        else:
+            found = _in_this_process(reader, form, parts, with_keys=with_keys, say=say)
+        fingerprint = hashed.result()
     lines, problems, first, file = [], list[str](), 0, -1
     for part, one in zip(parts, found, strict=True):
         # Lines of a part count from its own first line. The parts of a file follow one another, so `first` adds up.
@@ -121,7 +126,7 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
         lines=all_lines.astype(np.uint32) if not len(all_lines) or all_lines[-1] < 2**32 else all_lines,
         keys=keys,
         counts=counts,
-        fingerprint=_hash_of(reader.files()),
+        fingerprint=fingerprint,
         num_bad=sum(one.num_bad for one in found),
         problems=problems[:NUM_SHOWN],
         unused=form.columns.unused,
@@ -146,18 +151,52 @@ def _labels(members: np.ndarray) -> np.ndarray:
     return labels
 
 
-def _hash_of(files: Iterable[Path]) -> str:
-    """Hash the contents of files. Large ones are hashed in pieces by several threads, and the pieces' hashes again.
+def _in_this_process(
+    reader: Reader, form: RecordFormat, parts: Sequence[Part], *, with_keys: bool, say: Callable[[int, int], None]
+) -> list[PartIndex]:
+    done, far, results = 0, 0, list[PartIndex]()
+    for part in parts:
+
+        def say_more(some: int, further: int, done: int = done, far: int = far) -> None:
+            say(done + some, far + further)
+
+        results.append(index_part(reader, form, part, with_keys=with_keys, say=say_more))
+        done, far = done + len(results[-1].starts) + results[-1].num_bad, far + part.stop - part.start
+    return results
+
+
+class _Hash:
+    """Hash of the contents of files. Large ones are hashed in pieces by several threads, and the pieces' hashes again.
 
     xxHash takes a twentieth of BLAKE2's time, which is a third of the pass over long records. What it tells apart are
     versions of the user's own files.
     """
-    # The size of a piece is part of the fingerprint: another one would make every checkpoint's data look changed.
-    pieces = [(path, start) for path in files for start in range(0, max(1, path.stat().st_size), HASHED_AT_ONCE)]
-    with ThreadPoolExecutor(min(8, num_cores())) as pool:
-        digests = list(pool.map(_piece_hash, pieces))
-    whole = digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))
-    return whole.hex()
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        # The size of a piece is part of the fingerprint: another one would make every checkpoint's data look changed.
+        self._pieces = [
+            (path, start) for path in files for start in range(0, max(1, path.stat().st_size), HASHED_AT_ONCE)
+        ]
+        self._pool = ThreadPoolExecutor(min(8, num_cores()), thread_name_prefix="vembed-hash")
+        self._digests: list[Future[bytes]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def goes_to(self, share: float) -> None:
+        """Hash so much of the files. What the pass has just read need not come from the disk again."""
+        while len(self._digests) < int(share * len(self._pieces)):
+            self._digests.append(self._pool.submit(_piece_hash, self._pieces[len(self._digests)]))
+
+    def result(self) -> str:
+        """Return the hash of the whole files."""
+        self.goes_to(1.0)
+        digests = [one.result() for one in self._digests]
+        whole = digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))
+        return whole.hex()
 
 
 def _piece_hash(piece: tuple[Path, int]) -> bytes:
@@ -172,14 +211,21 @@ def _piece_hash(piece: tuple[Path, int]) -> bytes:
     return digest.digest()
 
 
-def _progress(name: str) -> Callable[[int], None]:
-    """Return a function that logs the progress of a long pass."""
-    due = time.monotonic() + SECONDS_BETWEEN_LINES
+def _progress(name: str, whole: int, hashed: _Hash) -> Callable[[int, int], None]:
+    """Return a function that logs the progress of a long pass, from the records done and how far it has come."""
+    began = time.monotonic()
+    due = began + SECONDS_BETWEEN_LINES
 
-    def say(done: int) -> None:
+    def say(done: int, far: int) -> None:
         nonlocal due
-        if time.monotonic() > due:
-            log.info("%s: %s records checked so far", name, f"{done:,d}")
-            due = time.monotonic() + SECONDS_BETWEEN_LINES
+        share, now = min(far / max(whole, 1), 1.0), time.monotonic()
+        hashed.goes_to(share)
+        if now > due:
+            took = now - began
+            left = f", {duration(took / share - took)} left" if share else ""
+            log.info(
+                "%s: %s records checked (%.0f%%), %s/s%s", name, f"{done:,d}", 100 * share, f"{done / took:,.0f}", left
+            )
+            due = now + SECONDS_BETWEEN_LINES
 
     return say

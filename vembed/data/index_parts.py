@@ -107,18 +107,22 @@ def index_part(
     part: Part,
     *,
     with_keys: bool,
-    say: Callable[[int], None] = lambda _: None,
+    say: Callable[[int, int], None] = lambda _, __: None,
 ) -> PartIndex:
-    """Validate the records of a part. `with_keys`: keep the content keys. `say` is called with the records done."""
+    """Validate the records of a part. `with_keys`: keep the content keys. `say` is called with the records done, and
+    with how far the pass has come in the part."""
     starts, sizes, lines = array("q"), array("q"), array("q")
     values, num_keys, members = array("q"), array("q"), array("q")
     counts = Counts()
     num_plain: Counter[int] = Counter()  # pairs of texts, by their number of negatives
     num_bad = 0
+    first: int | None = None
     problems: list[tuple[int, str]] = []
     with closing(_Images()) as images:
         for block in reader.blocks(part):
-            say(len(starts) + num_bad)
+            # Positions of a file among several count on from the one before, so from the first record of the part.
+            first = int(block.starts[0]) if first is None else first
+            say(len(starts) + num_bad, int(block.starts[0]) - first)
             # The fast way: a block of plain text pairs is accepted column by column, without an Example for each.
             num_negatives = None if with_keys else form.num_plain_negatives(block)
             if num_negatives is not None:

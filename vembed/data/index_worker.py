@@ -33,9 +33,10 @@ def num_workers(num_parts: int) -> int:
 
 
 def in_processes(
-    reader: Reader, form: RecordFormat, parts: Sequence[Part], *, with_keys: bool, say: Callable[[int], None]
+    reader: Reader, form: RecordFormat, parts: Sequence[Part], *, with_keys: bool, say: Callable[[int, int], None]
 ) -> list[PartIndex]:
-    """Index the parts in several processes, and return them in order. `say` is called with the records done so far."""
+    """Index the parts in several processes, and return them in order. `say` is called with the records done, and with
+    the sizes of the parts done."""
     count = num_workers(len(parts))
     idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
     workers = []
@@ -59,12 +60,12 @@ def in_processes(
             assert isinstance(found, PartIndex)
             return found
 
-        done, results = 0, []
+        done, far, results = 0, 0, []
         with ThreadPoolExecutor(count, thread_name_prefix="vembed-index") as pool:
-            for one in pool.map(ask, parts):
+            for part, one in zip(parts, pool.map(ask, parts), strict=True):
                 results.append(one)
-                done += len(one.starts) + one.num_bad
-                say(done)
+                done, far = done + len(one.starts) + one.num_bad, far + part.stop - part.start
+                say(done, far)
         return results
     finally:
         # Also after an error or Ctrl-C: no worker outlives the pass. A worker ends where its input does; all of them at

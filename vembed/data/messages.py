@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 
 LONGEST_LIST = 12
 
+ROOM = "free some space, or set XDG_CACHE_HOME to a folder with more"
+"""End of a message about a disk without room for the cache folder."""
+
 
 def shown(name: str, longest: int = 40) -> str:
     """Return a name shortened and with only printable characters."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import logging
+import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +15,14 @@ from vembed.data.class_folders import class_records, is_class_folder
 from vembed.data.columns import Columns
 from vembed.data.delimited import DelimitedFile
 from vembed.data.fetching import CODECS, fetched_copies, is_address, is_pattern, unpacked_copy
+from vembed.data.messages import ROOM
+from vembed.data.parquet_table import ParquetTable
 from vembed.data.readers import JsonArray, JsonLines, Reader
 from vembed.data.several_files import SeveralFiles
-from vembed.data.tables import ParquetTable, Role, is_saved_dataset, open_folder, open_hub
+from vembed.data.tables import Role, is_saved_dataset, open_folder, open_hub
 from vembed.errors import UserError
+
+log = logging.getLogger("vembed")
 
 FORMATS = (
     "JSON Lines (.jsonl, .ndjson), JSON (.json), CSV (.csv), TSV (.tsv) and Parquet (.parquet), also packed (.gz, "
@@ -37,9 +43,24 @@ READ = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
 
 def open_reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
     """Return the reader of a file, a pattern such as `data/*.parquet`, a folder, an address that fsspec opens, or a Hub
-    dataset."""
+    dataset. Raise UserError if the cache folder has no room for what is unpacked from it."""
+    reader = _reader(path, columns, role, cache)
+    size = reader.unpacks()
+    if size:
+        folder = next(one for one in (cache, *cache.absolute().parents) if one.exists())
+        free = shutil.disk_usage(folder).free
+        if free < size:
+            raise UserError(f"{reader.name} unpacks to {size:,d} bytes, and {cache} has {free:,d} left: {ROOM}")
+        log.info(
+            "%s: %s bytes are unpacked into %s, once for each version of the data", reader.name, f"{size:,d}", cache
+        )
+    return reader
+
+
+def _reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
     if is_address(path):
-        return _joined(path, [_named(copy, name, columns, cache) for name, copy in fetched_copies(path, cache)])
+        copies = fetched_copies(path, cache)
+        return _joined(path, [_named(copy, name, columns, cache, len(copies)) for name, copy in copies])
     try:
         place = Path(path).expanduser()
         status = place.stat()
@@ -53,7 +74,7 @@ def open_reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
     if stat.S_ISDIR(status.st_mode):
         files = data_files(place)
         if files and not is_saved_dataset(place):
-            return _joined(path, [_open_file(one, columns, cache) for one in files])
+            return _joined(path, [_open_file(one, columns, cache, len(files)) for one in files])
         if not is_saved_dataset(place) and is_class_folder(place):
             reader = _named(class_records(place, cache), path, columns, cache)
             reader.folder = place
@@ -70,7 +91,8 @@ def open_reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
 
 
 def _open_pattern(path: str, columns: Columns, cache: Path) -> Reader:
-    return _joined(path, [_open_file(one, columns, cache) for one in files_of_pattern(path)])
+    files = files_of_pattern(path)
+    return _joined(path, [_open_file(one, columns, cache, len(files)) for one in files])
 
 
 def files_of_pattern(path: str) -> list[Path]:
@@ -101,14 +123,15 @@ def _joined(name: str, readers: Sequence[Reader]) -> Reader:
     return readers[0] if len(readers) == 1 else SeveralFiles(name, readers)
 
 
-def _named(copy: Path, name: str, columns: Columns, cache: Path) -> Reader:
+def _named(copy: Path, name: str, columns: Columns, cache: Path, num_files: int = 1) -> Reader:
     """Return the reader of a copy, which messages call by the name of what it was copied from."""
-    reader = _open_file(copy, columns, cache)
+    reader = _open_file(copy, columns, cache, num_files)
     reader.name = name
     return reader
 
 
-def _open_file(path: Path, columns: Columns, cache: Path) -> Reader:
+def _open_file(path: Path, columns: Columns, cache: Path, num_files: int = 1) -> Reader:
+    """Return the reader of one of the files of a source."""
     kind = path.suffix.lower()
     if kind in (".jsonl", ".ndjson"):
         return JsonLines(path)
@@ -119,10 +142,10 @@ def _open_file(path: Path, columns: Columns, cache: Path) -> Reader:
     if kind in (".csv", ".tsv"):
         return DelimitedFile(path, "\t" if kind == ".tsv" else ",", columns)
     if kind in (".parquet", ".pq"):
-        unpacked = cache / "parquet" / f"{short_hash(str(path.absolute()))}-{short_hash(stamp(path))}"
-        return ParquetTable(path, columns, unpacked)
+        unpacked = cache / "parquet" / short_hash(str(path.absolute())) / short_hash(stamp(path))
+        return ParquetTable(path, columns, unpacked, num_files)
     if kind in CODECS:
-        reader = _named(unpacked_copy(path, cache), str(path), columns, cache)
+        reader = _named(unpacked_copy(path, cache), str(path), columns, cache, num_files)
         reader.folder = path.parent
         return reader
     raise unknown_ending(path)

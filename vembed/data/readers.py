@@ -89,6 +89,10 @@ class Reader(Protocol):
         """Return the number of lines of a part."""
         ...
 
+    def unpacks(self) -> int:
+        """Return the bytes that a pass over the records stores in the cache folder, which `read` then needs."""
+        ...
+
 
 class TextFile:
     """A file whose records are read by byte position.
@@ -145,6 +149,10 @@ class TextFile:
                 found += data.count(b"\n")
                 left -= len(data)
         return found
+
+    def unpacks(self) -> int:
+        """Return 0: records are read from the file itself."""
+        return 0
 
     def _bytes(self, start: int, size: int) -> bytes:
         return os.pread(self._file, size, start)

@@ -48,6 +48,10 @@ class SeveralFiles:
         """Return the number of lines of a part."""
         return self.readers[part.file].num_lines(part)
 
+    def unpacks(self) -> int:
+        """Return the bytes that a pass over the records stores in the cache folder."""
+        return sum(one.unpacks() for one in self.readers)
+
     def read(self, start: int, size: int) -> Any:
         """Return one record again, from the position and size that `scan` yielded."""
         number = bisect.bisect_right(self._starts, start) - 1

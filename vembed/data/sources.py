@@ -318,7 +318,8 @@ def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Pat
         with_keys,
     ]
     kept = IndexCache(cache, reader.files(), options)
-    index = kept.load()
+    # Without the unpacked rows, to which an index points, the pass is made again.
+    index = None if reader.unpacks() else kept.load()
     if index is None:
         began = time.monotonic()
         index = build_index(reader, form, with_keys=with_keys)
