@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
 import multiprocessing
 import random
-import resource
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -98,19 +99,48 @@ class Opened:
     """The same of the largest process that it has started."""
 
 
+def peak_of(process: int | str) -> float:
+    """Return the GiB that a process had in memory at most; 0 if it has ended. `ru_maxrss` would include that of the
+    process which started it."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) / 2**20
+    return 0.0
+
+
+@contextlib.contextmanager
+def peaks_of_children() -> Iterator[list[float]]:
+    """Collect the peaks of the processes that this one starts, again and again until they end."""
+    peaks, done = list[float](), threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.05):
+            for task in Path("/proc/self/task").iterdir():
+                with contextlib.suppress(OSError):
+                    peaks.extend(peak_of(int(one)) for one in (task / "children").read_text().split())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield peaks
+    finally:
+        done.set()
+        thread.join()
+
+
 def opened(path: Path, cache: Path, processes: int) -> Opened:
     """Open the data, and draw the first batch of a shuffled epoch."""
     config = TrainConfig(model_name="none", data_path=str(path))
     began = time.perf_counter()
-    with mock.patch("vembed.data.index_worker.num_cores", return_value=processes):
+    with mock.patch("vembed.data.index_worker.num_cores", return_value=processes), peaks_of_children() as others:
         store = open_examples(config, str(path), cache_dir=cache)
     there = time.perf_counter()
     schedule = BatchSchedule([len(store)], 64, 0)
     for index in schedule.batch(0, 0):
         store[int(index)]
     drawn = time.perf_counter()
-    peaks = (resource.getrusage(who).ru_maxrss / 2**20 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return Opened(there - began, drawn - there, *peaks)
+    return Opened(there - began, drawn - there, peak_of("self"), max(others, default=0.0))
 
 
 def opened_anew(path: Path, cache: Path, processes: int) -> Opened:
@@ -119,9 +149,8 @@ def opened_anew(path: Path, cache: Path, processes: int) -> Opened:
         return pool.submit(opened, path, cache, processes).result()
 
 
-def line_of(found: list[Opened]) -> str:
+def line_of(first: Opened, second: Opened) -> str:
     """Return the figures of a first and a second start."""
-    first, second = found
     return (
         f"first pass {first.seconds:.1f} s, second start {second.seconds:.2f} s, first batch of a shuffled epoch "
         f"{second.batch:.2f} s; at most {first.peak:.2f} GiB in this process, {first.others:.2f} GiB in another, "
@@ -176,30 +205,27 @@ def by_processor_time(number: int, arguments: argparse.Namespace, folder: Path) 
 
 def by_the_clock(number: int, arguments: argparse.Namespace, folder: Path) -> None:
     """Print the seconds on all cores, and the memory of each process."""
-    path, table, cache = folder / "data.jsonl", folder / "data.parquet", folder / "cache"
-    processes = arguments.processes or num_cores()
-    write_lines(number, arguments.bytes, path)
-    size = path.stat().st_size
-    # Parsing before and after: the file comes from the disk for both, or from memory.
-    parsing = [seconds_of_parsing(path)]
-    found = [opened_anew(path, cache, processes)]
-    parsing.append(seconds_of_parsing(path))
-    found.append(opened_anew(path, cache, processes))
-    print(
-        f"{number:,d} records, {size / GIB:.2f} GiB of JSON Lines, {num_cores()} cores, {processes} processes: reading "
-        f"and parsing {parsing[0]:.1f} and {parsing[1]:.1f} s, {min(parsing) / found[0].seconds:.0%} of that speed: "
-        f"{line_of(found)}",
-        flush=True,
-    )
-    path.unlink()  # room for the table, and for what it unpacks to
-    if arguments.parquet:
-        write_table(number, arguments.bytes, table)
-        found = [opened_anew(table, cache, processes) for _ in range(2)]
-        print(
-            f"the same as Parquet, {table.stat().st_size / GIB:.2f} GiB, {min(parsing) / found[0].seconds:.0%}: "
-            f"{line_of(found)}",
-            flush=True,
-        )
+    lines, processes = folder / "data.jsonl", arguments.processes or num_cores()
+    writers = {lines: write_lines} | ({folder / "data.parquet": write_table} if arguments.parquet else {})
+    for path, write in writers.items():
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            write(number, arguments.bytes, partial)
+            partial.rename(path)
+    print(f"{number:,d} records, {num_cores()} cores, {processes} processes", flush=True)
+    for _ in range(arguments.rounds):
+        parsing = [seconds_of_parsing(lines)]
+        for path in writers:
+            with tempfile.TemporaryDirectory(dir=folder) as cache:
+                first = opened_anew(path, Path(cache), processes)
+                # Parsing before and after: the machine may have become slower.
+                parsing.append(seconds_of_parsing(lines))
+                second = opened_anew(path, Path(cache), processes)
+            print(
+                f"{path.suffix}, {path.stat().st_size / GIB:.2f} GiB: reading and parsing JSON {parsing[-2]:.1f} and "
+                f"{parsing[-1]:.1f} s, {min(parsing[-2:]) / first.seconds:.0%} of that speed: {line_of(first, second)}",
+                flush=True,
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -209,15 +235,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--bytes", type=int, default=400, help="of a record; 2,000 are 20 GB in 10 million records")
     parser.add_argument("--parquet", action="store_true")
     parser.add_argument("--processes", type=int, help="of the first pass; default: one for each core")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="where the data are kept; default: none, and they are removed")
     parser.add_argument("--processor-time", type=int, metavar="ROUNDS", help="of one process, in place of seconds")
     arguments = parser.parse_args(argv)
     print(machine(), flush=True)
     for number in arguments.records:
-        with tempfile.TemporaryDirectory() as name:
-            if arguments.processor_time:
-                by_processor_time(number, arguments, Path(name))
+        with contextlib.ExitStack() as stack:
+            if arguments.folder is None:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             else:
-                by_the_clock(number, arguments, Path(name))
+                folder = arguments.folder / f"{number}-{arguments.bytes}"
+                folder.mkdir(parents=True, exist_ok=True)
+            (by_processor_time if arguments.processor_time else by_the_clock)(number, arguments, folder)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from vembed.data.direct_file import DirectFile
 from vembed.data.messages import ROOM
 from vembed.data.row_blocks import first_line
 from vembed.errors import UserError
@@ -84,6 +85,7 @@ class UnpackedRows:
         path = self._path(number)
         # A name of its own for each process: several may unpack the same table at once.
         partial = path.with_suffix(f".{os.getpid()}.partial")
+        file = None
         try:
             with self._errors_of_the_disk():
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -97,6 +99,8 @@ class UnpackedRows:
                 file.close()
                 partial.replace(path)
         finally:
+            if file is not None:
+                file.abandon()
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
 
@@ -138,8 +142,8 @@ class _RangeFile:
     """An Arrow file that is being written, in batches of so many rows each; the last one may have fewer."""
 
     def __init__(self, path: Path, schema: pa.Schema, rows_together: int) -> None:
-        self._file = pa.OSFile(str(path), "wb")
-        self._sink = pa.ipc.new_file(self._file, schema)
+        self._file = DirectFile(path)
+        self._sink = pa.ipc.new_file(pa.PythonFile(self._file, "w"), schema)
         self._rows_together = rows_together
         self._begun: list[pa.RecordBatch] = []
         """Rows of the next batch, fewer than it will have."""
@@ -166,6 +170,10 @@ class _RangeFile:
             self._write_begun()
         self._sink.close()
         self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._file.abandon()
 
     def _write_begun(self) -> None:
         self._sink.write_table(pa.Table.from_batches(self._begun).combine_chunks())
