@@ -73,4 +73,8 @@ def _is_texts(column: pa.Array) -> bool:
     # A text that begins with a visible ASCII character is not blank; few others have to be looked at.
     begins = text[offsets[:-1]]
     odd = np.flatnonzero((begins <= 0x20) | (begins >= 0x7F))
-    return not any(one.isspace() for one in column.take(pa.array(odd)).to_pylist())
+    if not len(odd):
+        return True
+    # pa.array would import pandas, which takes half a second in each process of the first pass.
+    numbers = pa.Array.from_buffers(pa.int64(), len(odd), [None, pa.py_buffer(odd.astype(np.int64))])
+    return not any(one.isspace() for one in column.take(numbers).to_pylist())
