@@ -96,7 +96,7 @@ def compare(
         return one_pass(exchange, own, counts, loss, rank, anchors)
 
     if tile:
-        Tiling.for_ring = classmethod(lambda kind, _: kind(*tile))  # type: ignore[method-assign, assignment]
+        Tiling.for_ring = classmethod(lambda kind, *_: kind(*tile))  # type: ignore[method-assign, assignment]
     for exchange in ways.values():
         run(64, exchange)  # what the first use of a library or a connection takes
     own = torch.randn(2 * rows // world_size, dim, generator=torch.Generator().manual_seed(rank))

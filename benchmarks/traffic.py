@@ -81,7 +81,7 @@ def of_parameters(strategy: str, model: Model, gpus: int) -> Moved:
 
 
 def of_embeddings(exchange: str, model: Model, gpus: int) -> Moved:
-    """Return what the embeddings and their gradients move. In a ring blocks travel in both passes, gradients in one."""
+    """Return what the embeddings and their gradients move. In a ring blocks travel in both rounds, gradients in one."""
     total = 4.0 * model.hidden * ROWS * INPUTS * gpus
     times = 2 if exchange == "gather" else 3
     return joined(*(all_gather(total, gpus) for _ in range(times)), all_gather(INTEGERS * ROWS * gpus, gpus))

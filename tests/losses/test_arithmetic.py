@@ -210,14 +210,16 @@ def test_memory_grows_with_the_rows_and_not_with_their_square(options: dict[str,
 def test_tiles_keep_to_their_share_of_memory() -> None:
     embeddings = torch.empty(0, 1024)
     for scores_per_row in (1, 500, 3 * 131_072, 10_000_000):
-        tiling = Tiling.for_scores(scores_per_row, embeddings)
-        assert tiling.rows == 16 or tiling.rows * scores_per_row * 4 <= 192 * MEBIBYTE
-        assert tiling.rows * tiling.columns * 4 <= 32 * MEBIBYTE
+        for make, block, tile in ((Tiling.for_scores, 192, 32), (Tiling.for_ring, 64, 1)):
+            tiling = make(scores_per_row, embeddings)
+            assert tiling.rows == 16 or tiling.rows * scores_per_row * 4 <= block * MEBIBYTE
+            assert tiling.rows * tiling.columns * 4 <= tile * MEBIBYTE
 
 
 @pytest.mark.parametrize("num_contents", [3, 40, 4000])
 @pytest.mark.parametrize("slots", [(1, 1), (2, 1), (4, 3)])
-def test_what_is_left_out_by_places_is_what_all_keys_say(num_contents: int, slots: tuple[int, int]) -> None:
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_what_is_left_out_by_places_is_what_all_keys_say(num_contents: int, slots: tuple[int, int], size: int) -> None:
     draw = torch.Generator().manual_seed(0)
     row_keys, column_keys = (
         torch.randint(0, num_contents, (50, width), generator=draw, dtype=torch.int32) for width in slots
@@ -226,6 +228,8 @@ def test_what_is_left_out_by_places_is_what_all_keys_say(num_contents: int, slot
     rule = ExclusionMask(row_keys, column_keys)
     for rows, columns in ((slice(0, 50), slice(0, 50)), (slice(7, 30), slice(20, 21)), (slice(3, 3), slice(0, 9))):
         expected = (row_keys[rows, None, :, None] == column_keys[None, columns, None, :]).flatten(2).any(2)
-        found, given = torch.zeros_like(expected), rule.left_out(rows, columns)
-        found[given] = True
+        found = torch.zeros_like(expected)
+        parts = found.split(size, dim=1)
+        for part, given in zip(parts, rule.left_out(rows, columns, size), strict=True):
+            part[given] = True
         assert torch.equal(found, expected)

@@ -22,8 +22,8 @@ ring."""
 COPIES = 4
 """Numbers that a loss holds for each number of the embeddings that are its candidates: the embeddings, their unit
 vectors, and the gradients of both."""
-RING_ROWS = 5 * 8192
-"""Rows of the buffers of a ring: two blocks of columns, and three of gradients."""
+RING_ROWS = 6 * 8192
+"""Rows of the buffers of a ring: two blocks of columns, and four of gradients."""
 INTEGERS = 80
 """Bytes of the indices and contents of an input of the global batch, which every process holds."""
 WIDEST = 8192

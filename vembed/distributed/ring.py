@@ -27,7 +27,7 @@ class NeighbourRing(Ring):
         self.world_size = world_size
         self.columns_at_once = columns_at_once
 
-    def visits(self, own: TravellingColumns, *, with_gradient: bool) -> Iterator[Visit]:
+    def visits(self, own: TravellingColumns, *, with_gradient: bool, held: Visit | None = None) -> Iterator[Visit]:
         """See Ring."""
         # From the largest rank: all take part in equally many shifts, some with empty pieces.
         num_pieces = -(-max(own.counts) // self.columns_at_once)
@@ -46,30 +46,33 @@ class NeighbourRing(Ring):
             owner = (self.rank - distance) % self.world_size
             return owner, cuts[owner][piece]
 
-        def start(number: int, held: Tensor | None) -> collectives.Transfer:
-            """Receive the block of a step. Sent is the own piece, or the block that is held."""
+        def start(number: int, passed: Tensor | None) -> collectives.Transfer:
+            """Receive the block of a step. Sent is the own piece, or the block that is passed on."""
             piece, distance = steps[number]
             # A round begins with the own piece. From then on a rank passes on what it has just received.
-            sent = own.packed(cuts[self.rank][piece]) if distance == 1 or held is None else held
+            sent = own.packed(cuts[self.rank][piece]) if distance == 1 or passed is None else passed
             return collectives.start_ring_shift(sent, rooms[number % 2][: _length(block(number)[1])])
 
-        arriving = start(0, None)
-        for number, (piece, distance) in enumerate(steps):
+        # The last step's block is held, on every rank: it does not come again, and its gradient is added at the end.
+        num_visits = len(steps) - (held is not None)
+        arriving = start(0, None) if num_visits else collectives.Transfer(())
+        for number, (piece, distance) in enumerate(steps[:num_visits]):
             arriving.wait()
             owner, columns = block(number)
             values = rooms[number % 2][: _length(columns)]
             # Before the yield: the transfer runs while the caller computes. Both only read `values`.
-            if number + 1 < len(steps):
+            if number + 1 < num_visits:
                 arriving = start(number + 1, values)
-            if gradients is None:
-                yield Visit(owner, columns, values, None)
-                continue
-            part = gradients.zeros(_length(columns))
-            yield Visit(owner, columns, values, part)
-            # What comes next is the gradient of this rank's next block, or, after a whole round, of its own.
-            is_home = distance == self.world_size - 1
-            gradients.pass_on(part, cuts[self.rank][piece] if is_home else block(number + 1)[1], is_home=is_home)
+            part = None if gradients is None else gradients.zeros(_length(columns))
+            yield Visit(owner, columns, values, part, is_last=number + 1 == num_visits)
+            if gradients is not None and part is not None:
+                # What comes next is the gradient of this rank's next block, or, after a whole round, of its own.
+                is_home = distance == self.world_size - 1
+                coming = cuts[self.rank][piece] if is_home else block(number + 1)[1]
+                gradients.pass_on(part, coming, is_home=is_home)
         if gradients is not None:
+            if held is not None and held.gradient is not None:
+                gradients.pass_on(held.gradient, cuts[self.rank][-1], is_home=True)
             gradients.settle(None)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -19,6 +20,8 @@ NO_KEY_ROW = -1
 NO_KEY_COLUMN = -2
 FORWARD, REVERSE = 0, 1
 Anchor = Literal["query", "positive"]
+LeftOut = Tensor | tuple[Tensor, Tensor]
+"""A bool mask of some rows and columns, or the rows and columns of single scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +33,22 @@ class ExclusionMask:
     column_keys: Tensor
     """[C, S'] int32 keys of the columns; unused slots are -2."""
 
-    def left_out(self, rows: slice, columns: slice) -> Tensor | tuple[Tensor, Tensor]:
-        """Return what is left out: a bool mask [rows, columns], or the places of what it holds if that is little."""
+    def left_out(self, rows: slice, columns: slice, size: int) -> Iterator[LeftOut]:
+        """Yield what is left out of every `size` of the columns: a bool mask, or the places of what it holds if that is
+        little."""
         row_keys, column_keys = _trimmed(self.row_keys[rows]), _trimmed(self.column_keys[columns])
+        num_columns = column_keys.shape[0]
         # On a CPU a comparison of all keys takes almost as long as the scores, and most columns have no key of any row.
         # On a GPU it is cheap, and the number of places would have to be waited for.
-        if row_keys.device.type != "cpu" or not row_keys.numel():
-            return _any_equal(row_keys, column_keys)
-        ordered = row_keys.flatten().sort().values
-        at = torch.searchsorted(ordered, column_keys.contiguous()).clamp_(max=ordered.numel() - 1)
-        some = (ordered[at] == column_keys).any(1).nonzero()[:, 0]
-        if 4 * some.numel() > column_keys.shape[0]:
-            return _any_equal(row_keys, column_keys)
-        row, column = _any_equal(row_keys, column_keys[some]).nonzero(as_tuple=True)
-        return row, some[column]
+        if row_keys.device.type == "cpu" and row_keys.numel():
+            ordered = row_keys.flatten().sort().values
+            at = torch.searchsorted(ordered, column_keys.contiguous()).clamp_(max=ordered.numel() - 1)
+            some = (ordered[at] == column_keys).any(1).nonzero()[:, 0]
+            if 4 * some.numel() <= num_columns:
+                yield from _places(some, _any_equal(column_keys[some], row_keys), num_columns, size)
+                return
+        for part in torch.split(column_keys, size):
+            yield _any_equal(row_keys, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,12 @@ class ScoreBlock:
     columns: slice
     exclusion_masks: tuple[ExclusionMask, ...]
     direction: int
+
+    def left_out(self, rows: slice, columns: slice, size: int) -> Iterator[tuple[LeftOut, ...]]:
+        """Yield what the masks leave out of every `size` of the columns, which count from the score block's first."""
+        if self.exclusion_masks:
+            return zip(*(mask.left_out(rows, columns, size) for mask in self.exclusion_masks), strict=True)
+        return itertools.repeat(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +317,16 @@ def join_equal(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     # Equal values of `right` are adjacent after sorting: match number w of left[i] is at first[i] + w.
     within = torch.arange(rows.numel(), device=left.device) - (count.cumsum(0) - count)[rows]
     return rows, order[first[rows] + within]
+
+
+def _places(columns: Tensor, mask: Tensor, num_columns: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the rows and columns of a mask [columns, rows] for every `size` of all columns."""
+    column, row = mask.nonzero(as_tuple=True)
+    column = columns[column]
+    # `columns` ascend, so that the places of each part are adjacent.
+    bounds = torch.searchsorted(column, torch.arange(0, num_columns + size, size)).tolist()
+    for start, (first, last) in zip(range(0, num_columns, size), itertools.pairwise(bounds), strict=True):
+        yield row[first:last], column[first:last] - start
 
 
 def _any_equal(row_keys: Tensor, column_keys: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """Ring: the interface by which a loss sees the columns of other ranks that were not gathered.
 
 A rank's columns are the rows of its table that serve every rank as candidates. Blocks of them pass from rank to rank.
-In the second pass a block's gradient travels with it, and every rank adds its part, until it is back where it began.
+In a round with gradients a block's gradient travels with it, and every rank adds its part, until it is back where it
+began.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -24,7 +25,13 @@ class Visit:
     values: Tensor
     """[C, width] what their rank packed for them. Valid until the next visit."""
     gradient: Tensor | None
-    """[C, gradient width] zeros, for this rank's part of their gradient; None in the first pass."""
+    """[C, gradient width] zeros, for this rank's part of their gradient; None in a round without gradients."""
+    is_last: bool = False
+    """No visit follows in this round, so that it stays valid."""
+
+    def with_gradient(self, width: int) -> Visit:
+        """Return the visit with zeros for a gradient."""
+        return replace(self, gradient=self.values.new_zeros(self.values.shape[0], width))
 
 
 class TravellingColumns(ABC):
@@ -48,8 +55,11 @@ class Ring(ABC):
     """Ranks that pass blocks of columns round."""
 
     @abstractmethod
-    def visits(self, own: TravellingColumns, *, with_gradient: bool) -> Iterator[Visit]:
-        """Yield every block of all other ranks. Collective: every rank must finish the iteration."""
+    def visits(self, own: TravellingColumns, *, with_gradient: bool, held: Visit | None = None) -> Iterator[Visit]:
+        """Yield every block of all other ranks. Collective: every rank must finish the iteration.
+
+        `held`: the last visit of a round before, with this rank's part of its gradient. It does not come again.
+        """
 
 
 @dataclass(frozen=True, slots=True)

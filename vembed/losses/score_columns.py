@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +66,14 @@ class Columns:
         """Return the columns of the own table."""
         dx, norm_grad = (table.dx, table.norm_grad) if table.with_gradient else (None, None)
         return cls(score_blocks, 0, table.x, table.prefix_scales, dx, norm_grad, guide, teacher)
+
+    def ranges(self) -> Iterator[tuple[ScoreBlock, slice]]:
+        """Yield each score block that has some of these columns, with their places among them."""
+        here = slice(self.first, self.first + self.x.shape[0])
+        for score_block in self.score_blocks:
+            first, last = max(score_block.columns.start, here.start), min(score_block.columns.stop, here.stop)
+            if first < last:
+                yield score_block, slice(first - here.start, last - here.start)
 
 
 class HomeColumns(TravellingColumns):

@@ -6,8 +6,9 @@ products (scores, gradient of the rows, gradient of the columns), as with the fu
 twice. The forward pass computes the gradient; `backward` only multiplies it by the incoming gradient.
 
 In a ring the columns of other ranks come block by block, and a row's sum is complete after the last. All own rows then
-meet every block twice, and scores are computed twice, in tiles that nothing keeps: O(tile) memory, and four matrix
-products.
+meet the blocks in two rounds, and scores are computed twice, in tiles that nothing keeps: four matrix products. The
+exception are the own columns and the block that comes last: they wait for the end of the first round, and a block of
+rows then goes on with them as without a ring, in three products.
 
 Where a score's derivative does not depend on the others of its row (`Scoring.is_separable`), each tile is
 differentiated as soon as it is scored: three products, nothing kept, and a ring goes round once.
@@ -15,7 +16,7 @@ differentiated as soon as it is scored: three products, nothing kept, and a ring
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +24,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vembed.losses.candidates import Anchor, Candidates, ExplicitPairs, ScoreBlock
-from vembed.losses.matryoshka import PrefixTable, Similarity, arithmetic_dtype
+from vembed.losses.candidates import Anchor, Candidates, ExplicitPairs, ForeignColumns, LeftOut, ScoreBlock
+from vembed.losses.matryoshka import PrefixTable, Similarity, arithmetic_dtype, chunks
 from vembed.losses.rows import LEFT_OUT, RowLoss
 from vembed.losses.score_columns import Columns, HomeColumns, TeacherTable, foreign_columns
 from vembed.losses.targets import Guide, TeacherVectors
 
 MEBIBYTE = 2**20
-
-LeftOut = Tensor | tuple[Tensor, Tensor]
-"""A bool mask of a tile, or the rows and columns of single scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +43,23 @@ class Tiling:
     @classmethod
     def for_scores(cls, scores_per_row: int, embeddings: Tensor) -> Tiling:
         """Return blocks of at most 192 MiB of scores on a CPU, 1 GiB elsewhere, with tiles of 32 and 128 MiB."""
-        block, tile, most_rows = (192, 32, 512) if embeddings.device.type == "cpu" else (1024, 128, 4096)
+        limits = (192, 32, 512) if embeddings.device.type == "cpu" else (1024, 128, 4096)
+        return cls._within(*limits, scores_per_row, embeddings)
+
+    @classmethod
+    def for_ring(cls, scores_per_row: int, embeddings: Tensor) -> Tiling:
+        """Return blocks of at most 64 MiB of scores on a CPU, 512 MiB elsewhere, against the columns that a ring scores
+        once; with tiles of 1 MiB on a CPU, which stay in its cache, and of 128 MiB elsewhere."""
+        limits = (64, 1, 512) if embeddings.device.type == "cpu" else (512, 128, 4096)
+        return cls._within(*limits, scores_per_row, embeddings)
+
+    @classmethod
+    def _within(cls, block: int, tile: int, most_rows: int, scores_per_row: int, embeddings: Tensor) -> Tiling:
         size = arithmetic_dtype(embeddings).itemsize
         # A block keeps rows * scores_per_row values (scores_per_row counts all columns and sizes). A tile is a
         # temporary of rows * columns values. At least 16 each, or a huge batch would degrade to vector products.
         rows = min(most_rows, max(16, block * MEBIBYTE // (size * max(1, scores_per_row))))
         return cls(rows, max(16, tile * MEBIBYTE // (size * rows)))
-
-    @classmethod
-    def for_ring(cls, embeddings: Tensor) -> Tiling:
-        """Return tiles that are not kept: of 1 MiB on a CPU, which stay in its cache, and of 128 MiB elsewhere."""
-        return cls(512, 512) if embeddings.device.type == "cpu" else cls(4096, 8192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +125,12 @@ class _TiledLoss(torch.autograd.Function):
 class _Tile:
     """Some columns of a score block, with a buffer for the logits of all sizes."""
 
+    columns: Columns
+    places: slice
+    """Places of the tile among them."""
     score_block: ScoreBlock
-    columns: slice
-    """Positions among the columns that are here."""
-    within: slice
-    """The same columns, counted from the score block's first column."""
+    left_out: tuple[LeftOut, ...]
+    """Scores that no size counts."""
     logits: Tensor
     """[K, n, t]"""
     target: Tensor | None
@@ -194,109 +199,119 @@ class _Blocks:
         )
         self.num_matrices = self.num_sizes + (self.teacher is not None)
         self.foreign = candidates.foreign
-        if self.foreign is None:
-            tiling = Tiling.for_scores(self.num_columns * self.num_matrices, embeddings)
-        else:
-            tiling = Tiling.for_ring(embeddings)
-        self.tiling = scoring.tiling or tiling
+        tiling = Tiling.for_scores if self.foreign is None else Tiling.for_ring
+        self.tiling = scoring.tiling or tiling(self.num_columns * self.num_matrices, embeddings)
+        self.differentiates_at_once = with_gradient and scoring.is_separable
+        # Buffers, which grow to the largest need.
+        self.logits_room, self.scratch_room = self.table.x.new_empty(0), self.table.x.new_empty(2, 0)
         self.loss, self.d_scale, self.d_bias = (self.table.x.new_zeros(()) for _ in range(3))
 
     def run(self) -> None:
         """Accumulate `loss`, and with gradients also `d_scale`, `d_bias` and the table's gradient."""
-        num_rows = self.candidates.num_own_rows
-        block = min(self.tiling.rows, num_rows)
-        keeps = self.foreign is None and self.with_gradient and not self.scoring.is_separable
-        most = self.tiling.columns if self.foreign else min(self.tiling.columns, max(1, self.num_columns))
-        # Buffers are allocated once and reused by every block. Where no logits are read again, all tiles share the
-        # buffer of one tile.
-        room = block * (self.num_columns if keeps else most) * self.num_matrices
-        self.logits_room = self.table.x.new_empty(room)
-        self.scratch_room = self.table.x.new_empty(2, block * most)
         home = Columns.of_table(self.table, self.candidates.score_blocks, self.guide, self.teacher)
-        slices = [slice(start, min(start + block, num_rows)) for start in range(0, num_rows, max(1, block))]
+        # A generator: only a ring needs the state of all rows at once.
+        blocks = (self._begin(rows) for rows in chunks(self.candidates.num_own_rows, self.tiling.rows))
         if self.foreign is None:
-            for rows in slices:
-                self._block(rows, home)
+            for block in blocks:
+                self._complete(block, [home])
+            return
+        own = HomeColumns(self.table, self.foreign.counts, self.guide, self.teacher)
+        if self.differentiates_at_once:
+            self._ring_once(list(blocks), home, own, self.foreign)
         else:
-            self._ring([self._begin(rows) for rows in slices], home)
+            self._ring(list(blocks), home, own, self.foreign)
 
-    def _block(self, rows: slice, columns: Columns) -> None:
-        """Score one block of rows against all columns, and differentiate the same scores."""
-        block = self._begin(rows)
-        if self.with_gradient and self.scoring.is_separable:
-            self._differentiate(block, columns, self._scored_tiles(block, columns, keep=False))
+    def _complete(self, block: _RowBlock, last: Sequence[Columns]) -> None:
+        """Score one block of rows against the last of its columns, and differentiate the same scores."""
+        if self.differentiates_at_once:
+            self._differentiate(block, last, self._scored_tiles(block, last))
             self._finish(block)
             return
         # Every tile's logits go into the row sums. They must be complete before any derivative is known.
-        tiles = list(self._scored_tiles(block, columns, keep=self.with_gradient))
+        tiles = list(self._scored_tiles(block, last, keep=self.with_gradient))
         self._finish(block)
         if self.with_gradient:
-            self._differentiate(block, columns, tiles)
+            self._differentiate(block, last, tiles)
 
-    def _ring(self, blocks: list[_RowBlock], home: Columns) -> None:
-        """Score all blocks of rows against the own columns and those that come round; then the same with gradients."""
-        assert self.foreign is not None
-        own = HomeColumns(self.table, self.foreign.counts, self.guide, self.teacher)
-        if self.with_gradient and self.scoring.is_separable:
-            for columns in self._rounds(home, own, with_gradient=True):
-                for block in blocks:
-                    self._differentiate(block, columns, self._scored_tiles(block, columns, keep=False))
+    def _ring(self, blocks: list[_RowBlock], home: Columns, own: HomeColumns, foreign: ForeignColumns) -> None:
+        """Go round for the row sums; and, with gradients, a second time."""
+        last, held = [home], None
+        for visit in foreign.ring.visits(own, with_gradient=False):
+            if visit.is_last and self.with_gradient:
+                held = visit.with_gradient(own.gradient_width)
+                last.append(foreign_columns(held, own, foreign.score_blocks(visit.owner)))
+                continue
+            columns = foreign_columns(visit, own, foreign.score_blocks(visit.owner))
             for block in blocks:
-                self._finish(block)
-            return
-        # First round: sums only. A row's sum is complete when the last block has passed.
-        for columns in self._rounds(home, own, with_gradient=False):
-            for block in blocks:
-                for _ in self._scored_tiles(block, columns, keep=False):
+                for _ in self._scored_tiles(block, [columns]):
                     pass
+        # The end of the first round and the beginning of the second: with these columns the sums of a block of rows are
+        # complete, so that their scores are computed once.
         for block in blocks:
-            self._finish(block)
-        if self.with_gradient:
-            # Second round: the same logits again, with complete sums. They count already, hence `counts=False`.
-            for columns in self._rounds(home, own, with_gradient=True):
-                for block in blocks:
-                    self._differentiate(block, columns, self._scored_tiles(block, columns, keep=False, counts=False))
+            self._complete(block, last)
+        if not self.with_gradient:
+            return
+        self.logits_room = self.logits_room.new_empty(0)  # from here on no logits are kept
+        for visit in foreign.ring.visits(own, with_gradient=True, held=held):
+            columns = foreign_columns(visit, own, foreign.score_blocks(visit.owner))
+            for block in blocks:
+                # The same logits again: they count already.
+                self._differentiate(block, [columns], self._scored_tiles(block, [columns], counts=False))
 
-    def _rounds(self, home: Columns, own: HomeColumns, *, with_gradient: bool) -> Iterator[Columns]:
-        assert self.foreign is not None
-        yield home
-        for visit in self.foreign.ring.visits(own, with_gradient=with_gradient):
-            yield foreign_columns(visit, own, self.foreign.score_blocks(visit.owner))
+    def _ring_once(self, blocks: list[_RowBlock], home: Columns, own: HomeColumns, foreign: ForeignColumns) -> None:
+        """Go round once: no derivative waits for other scores."""
+        for visit in foreign.ring.visits(own, with_gradient=True):
+            columns = foreign_columns(visit, own, foreign.score_blocks(visit.owner))
+            for block in blocks:
+                self._differentiate(block, [columns], self._scored_tiles(block, [columns]))
+        for block in blocks:
+            self._complete(block, [home])
 
     def _positions(self, anchor: Anchor, rows: slice) -> slice:
         first = self.candidates.anchors(anchor).start
         return slice(first + rows.start, first + rows.stop)
 
-    def _tiles(self, num_rows: int, columns: Columns, *, keep: bool) -> Iterator[_Tile]:
-        # Kept tiles are consecutive parts of one buffer. A last, smaller block uses views of the beginning.
+    def _tiles(self, block: _RowBlock, some: Sequence[Columns], *, keep: bool) -> Iterator[_Tile]:
+        """Yield the tiles of some columns, with room for their logits: each its own with `keep`, else all the same."""
+        ranges = [(columns, *one) for columns in some for one in columns.ranges()]
+        lengths = [here.stop - here.start for _, _, here in ranges]
+        n, longest = block.num_rows, min(self.tiling.columns, max(lengths, default=0))
+        self._make_room(n * self.num_matrices * (sum(lengths) if keep else longest), n * longest)
         offset = 0
-        here = slice(columns.first, columns.first + columns.x.shape[0])
-        for score_block in columns.score_blocks:
-            first, last = max(score_block.columns.start, here.start), min(score_block.columns.stop, here.stop)
-            for start in range(first, last, self.tiling.columns):
-                stop = min(start + self.tiling.columns, last)
-                size = self.num_matrices * num_rows * (stop - start)
-                room = self.logits_room[offset : offset + size].view(self.num_matrices, num_rows, stop - start)
-                within = slice(start - score_block.columns.start, stop - score_block.columns.start)
+        for (columns, score_block, here), length in zip(ranges, lengths, strict=True):
+            first = columns.first + here.start - score_block.columns.start
+            left_out = score_block.left_out(block.rows, slice(first, first + length), self.tiling.columns)
+            for part, masks in zip(chunks(length, self.tiling.columns), left_out, strict=False):
+                places = slice(here.start + part.start, here.start + part.stop)
+                size = self.num_matrices * n * (part.stop - part.start)
+                room = self.logits_room[offset : offset + size].view(self.num_matrices, n, -1)
                 target = None if self.teacher is None else room[-1]
-                positions = slice(start - here.start, stop - here.start)
-                yield _Tile(score_block, positions, within, room[: self.num_sizes], target)
+                yield _Tile(columns, places, score_block, masks, room[: self.num_sizes], target)
                 offset += size if keep else 0
 
-    def _scored_tiles(self, block: _RowBlock, columns: Columns, *, keep: bool, counts: bool = True) -> Iterator[_Tile]:
+    def _make_room(self, logits: int, scratch: int) -> None:
+        # The buffers are reused by all blocks of rows and all columns.
+        if self.logits_room.numel() < logits:
+            self.logits_room = self.logits_room.new_empty(logits)
+        if self.scratch_room.shape[1] < scratch:
+            self.scratch_room = self.scratch_room.new_empty(2, scratch)
+
+    def _scored_tiles(
+        self, block: _RowBlock, some: Sequence[Columns], *, keep: bool = False, counts: bool = True
+    ) -> Iterator[_Tile]:
         """Yield the tiles of a block of rows with their logits, which hold until the next tile unless they are kept.
         `counts`: add them to the row losses."""
-        scaled = self._scaled_anchors(block, columns)
-        for tile in self._tiles(block.num_rows, columns, keep=keep):
-            self._score(tile, block, columns, scaled[tile.score_block.anchor], counts=counts)
+        scaled = self._scaled_anchors(block, some)
+        for tile in self._tiles(block, some, keep=keep):
+            self._score(tile, block, scaled[tile.score_block.anchor], counts=counts)
             yield tile
 
     def _scratch(self, number: int, like: Tensor) -> Tensor:
         return self.scratch_room[number, : like.numel()].view_as(like)
 
-    def _scaled_anchors(self, block: _RowBlock, columns: Columns) -> dict[Anchor, Tensor]:
+    def _scaled_anchors(self, block: _RowBlock, some: Sequence[Columns]) -> dict[Anchor, Tensor]:
         # Scale the n anchors [n, d] rather than the n * N scores.
-        anchors = dict.fromkeys(score_block.anchor for score_block in columns.score_blocks)
+        anchors = dict.fromkeys(score_block.anchor for columns in some for score_block in columns.score_blocks)
         return {anchor: self.table.x[self._positions(anchor, block.rows)] * self.scale for anchor in anchors}
 
     def _begin(self, rows: slice) -> _RowBlock:
@@ -336,13 +351,13 @@ class _Blocks:
             ]
             self._take_in_pairs(one.anchor, one.position, one.scores, torch.stack(weights))
 
-    def _differentiate(self, block: _RowBlock, columns: Columns, tiles: Iterable[_Tile]) -> None:
+    def _differentiate(self, block: _RowBlock, some: Sequence[Columns], tiles: Iterable[_Tile]) -> None:
         """Add the gradients of the tiles with respect to the block's rows and to the columns."""
-        scaled = self._scaled_anchors(block, columns)
+        scaled = self._scaled_anchors(block, some)
         d_scaled = {anchor: torch.zeros_like(x) for anchor, x in scaled.items()}
         for tile in tiles:
             anchor = tile.score_block.anchor
-            self._differentiate_tile(tile, block, columns, scaled[anchor], d_scaled[anchor])
+            self._differentiate_tile(tile, block, scaled[anchor], d_scaled[anchor])
         for anchor, d_x in d_scaled.items():
             positions = self._positions(anchor, block.rows)
             # logits = scale * (x . column): d_x * x summed is dL/d(scale), and d_x * scale is dL/dx.
@@ -373,24 +388,24 @@ class _Blocks:
         target = None if self.teacher is None else self.teacher.pair_scores(anchor, position)
         return _Explicit(pairs, scores, row, anchor, position, target)
 
-    def _left_out(self, tile: _Tile, block: _RowBlock, columns: Columns) -> list[LeftOut]:
+    def _left_out(self, tile: _Tile, block: _RowBlock) -> list[LeftOut]:
         """Masks or places of what no size counts of a tile; and the teacher's scores of it, if they are asked for."""
-        masks = [rule.left_out(block.rows, tile.within) for rule in tile.score_block.exclusion_masks]
+        masks = [*tile.left_out]
         anchors = self._positions(tile.score_block.anchor, block.rows)
-        if self.guide is not None and columns.guide is not None and block.guide_ceilings is not None:
+        if self.guide is not None and tile.columns.guide is not None and block.guide_ceilings is not None:
             found = self._scratch(0, tile.logits[0])
-            torch.mm(self.guide.rows(anchors), columns.guide.rows(tile.columns).T, out=found)
+            torch.mm(self.guide.rows(anchors), tile.columns.guide.rows(tile.places).T, out=found)
             masks.append(found > block.guide_ceilings[:, None])
-        if self.teacher is not None and columns.teacher is not None and tile.target is not None:
-            torch.mm(self.teacher.rows(anchors), columns.teacher.rows(tile.columns).T, out=tile.target)
+        if self.teacher is not None and tile.columns.teacher is not None and tile.target is not None:
+            torch.mm(self.teacher.rows(anchors), tile.columns.teacher.rows(tile.places).T, out=tile.target)
         return masks
 
-    def _score(self, tile: _Tile, block: _RowBlock, columns: Columns, scaled: Tensor, *, counts: bool) -> None:
+    def _score(self, tile: _Tile, block: _RowBlock, scaled: Tensor, *, counts: bool) -> None:
         """Compute a tile's logits, from the smallest size to the largest, and add them to the row losses."""
-        left_out = self._left_out(tile, block, columns)
+        left_out = self._left_out(tile, block)
         # The last size's buffer accumulates the raw products: each size costs its additional coordinates only. Masks
         # are written after that size's copy was taken; at the last size no product follows that they could spoil.
-        x, products = columns.x[tile.columns], tile.logits[-1]
+        x, products = tile.columns.x[tile.places], tile.logits[-1]
         for k, part in enumerate(self.scoring.similarity.parts):
             logits = tile.logits[k]
             if k == 0:
@@ -398,37 +413,34 @@ class _Blocks:
             else:
                 products.addmm_(scaled[:, part], x[:, part].T)
             if k < self.num_sizes - 1:
-                self._with_prefix_scales(products, k, tile, block.rows, columns, logits)
+                self._with_prefix_scales(products, k, tile, block.rows, logits)
             for one in left_out:
                 if isinstance(one, Tensor):
                     logits.masked_fill_(one, LEFT_OUT)
-                else:
+                elif one[0].numel():
                     logits[one] = LEFT_OUT
             if block.ceilings is not None:
                 logits.masked_fill_(logits > block.ceilings[k, :, None], LEFT_OUT)
             if counts:
                 block.losses[k][tile.score_block.direction].add(logits, self._scratch(0, logits), tile.target)
 
-    def _with_prefix_scales(
-        self, source: Tensor, k: int, tile: _Tile, rows: slice, columns: Columns, out: Tensor
-    ) -> Tensor:
+    def _with_prefix_scales(self, source: Tensor, k: int, tile: _Tile, rows: slice, out: Tensor) -> Tensor:
         """Multiply `source` by the prefix scales of rows and columns at size k and write the result to `out`."""
-        if self.table.prefix_scales is None or columns.prefix_scales is None:
+        if self.table.prefix_scales is None or tile.columns.prefix_scales is None:
             return out.copy_(source)
         own = self.table.prefix_scales[k, self._positions(tile.score_block.anchor, rows), None]
-        return torch.mul(source, columns.prefix_scales[k, tile.columns], out=out).mul_(own)
+        return torch.mul(source, tile.columns.prefix_scales[k, tile.places], out=out).mul_(own)
 
-    def _differentiate_tile(
-        self, tile: _Tile, block: _RowBlock, columns: Columns, scaled: Tensor, d_scaled: Tensor
-    ) -> None:
+    def _differentiate_tile(self, tile: _Tile, block: _RowBlock, scaled: Tensor, d_scaled: Tensor) -> None:
         """Add a tile's gradients with respect to its rows and columns, from the largest size to the smallest.
 
         A part's coordinates belong to every size that is large enough, so the gradients with respect to the products
         accumulate in the buffer of the largest size.
         """
         table = self.table
+        columns = tile.columns
         assert columns.dx is not None and columns.norm_grad is not None, "a pass with gradients"
-        x, d_x = columns.x[tile.columns], columns.dx[tile.columns]
+        x, d_x = tile.columns.x[tile.places], columns.dx[tile.places]
         d_products = tile.logits[-1]
         for k, part in reversed(list(enumerate(self.scoring.similarity.parts))):
             logits, loss = tile.logits[k], block.losses[k][tile.score_block.direction]
@@ -443,9 +455,9 @@ class _Blocks:
                     # logits * dL/d(logits) = score * dL/d(score), the terms of the gradient of the norm.
                     logits.mul_(weights)
                     table.norm_grad[k, self._positions(tile.score_block.anchor, block.rows)] += logits.sum(1)
-                    columns.norm_grad[k, tile.columns] += logits.sum(0)
+                    columns.norm_grad[k, tile.places] += logits.sum(0)
                 # `weights` stand in scratch 0, so their products with the prefix scales need the other buffer.
-                d_products += self._with_prefix_scales(weights, k, tile, block.rows, columns, self._scratch(1, logits))
+                d_products += self._with_prefix_scales(weights, k, tile, block.rows, self._scratch(1, logits))
             # [n, t] @ [t, part] for the rows, [t, n] @ [n, part] for the columns.
             d_scaled[:, part].addmm_(d_products, x[:, part])
             d_x[:, part].addmm_(d_products.T, scaled[:, part])
