@@ -103,6 +103,7 @@ def compare(
     num = rows // world_size
     counts = Counts([2 * num] * world_size, [num] * world_size, [0] * world_size)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in ways}
     memory: dict[str, int] = {}
     results: dict[str, tuple[float, torch.Tensor]] = {}
     for repeat in range(repeats):
@@ -110,16 +111,17 @@ def compare(
         for name, exchange in order if repeat % 2 == 0 else reversed(order):
             collectives.barrier()
             forget_peak()
-            before, start = peak_memory(), time.perf_counter()
+            before, start, worked = peak_memory(), time.perf_counter(), time.process_time()
             results[name] = one_pass(exchange, own, counts, loss, rank, anchors)
             collectives.barrier()
             seconds[name].append(time.perf_counter() - start)
+            cpu_seconds[name].append(time.process_time() - worked)
             memory[name] = max(memory.get(name, 0), peak_memory() - before)
     (one, gradient), (other, expected) = results["ring"], results["gather"]
     off = float((gradient - expected).norm() / expected.norm())
     if abs(one - other) > 1e-4 * abs(other) or off > 1e-4:
         raise SystemExit(f"losses {one} and {other}, gradients off by {off:.1e}: not the same thing")
-    told = collectives.gather_objects_as_json({"seconds": seconds, "memory": memory})
+    told = collectives.gather_objects_as_json({"seconds": seconds, "cpu_seconds": cpu_seconds, "memory": memory})
     if rank == 0:
         Path(out).write_text(json.dumps(told))
     dist.destroy_process_group()
@@ -135,7 +137,7 @@ def measure(
     tile: list[int],
     folder: Path,
 ) -> dict[str, Any]:
-    """Return the largest peak of the ranks, and the seconds of each pass, for both ways."""
+    """Return the largest peak of the ranks, and the seconds and CPU seconds of each pass, for both ways."""
     port = free_port()
     out = folder / "ring.json"
     words = (world_size, port, rows, dim, repeats, anchors, name_of_loss, tile, str(out))
@@ -145,7 +147,16 @@ def measure(
     return {
         "memory": {name: max(one["memory"][name] for one in by_rank) for name in names},
         "seconds": by_rank[0]["seconds"],
+        "cpu_seconds": {
+            name: [sum(one) for one in zip(*(rank["cpu_seconds"][name] for rank in by_rank), strict=True)]
+            for name in names
+        },
     }
+
+
+def quotients(by_way: dict[str, list[float]]) -> list[float]:
+    """Return the ring's part of the gathered way, pass by pass."""
+    return [one / other for one, other in zip(by_way["ring"], by_way["gather"], strict=True)]
 
 
 def main() -> None:
@@ -174,14 +185,16 @@ def main() -> None:
             )
         own = min(arguments.own_rows, rows // arguments.ranks)
         memory, seconds = found["memory"], found["seconds"]
-        ratios = [one / other for one, other in zip(seconds["ring"], seconds["gather"], strict=True)]
+        ratios = quotients(seconds)
+        cpu_ratios = quotients(found["cpu_seconds"])
         print(
             f"{arguments.loss}, {rows:,d} rows, {arguments.dim:,d} dims, {arguments.ranks} ranks, "
             f"{own:,d} rows of each: peak beyond the own embeddings, "
             f"gathered {memory['gather'] / MEBIBYTE:,.0f} MiB, ring {memory['ring'] / MEBIBYTE:,.0f} MiB, ratio "
             f"{memory['ring'] / memory['gather']:.2f}; loss and gradient, gathered "
             f"{statistics.median(seconds['gather']):.1f} s, ring {statistics.median(seconds['ring']):.1f} s, ratio "
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), of CPU time "
+            f"{statistics.median(cpu_ratios):.2f} ({min(cpu_ratios):.2f} to {max(cpu_ratios):.2f})",
             flush=True,
         )
 
