@@ -24,6 +24,7 @@ import pytest
 from tests.data.files import open_path, refused
 from tests.data.test_parallel_pass import as_dict
 from vembed.data import direct_file, index, index_worker, parquet_table, unpacked_rows
+from vembed.data.columns import Columns
 from vembed.data.direct_file import DirectFile
 from vembed.data.sources import ExampleStore
 
@@ -132,11 +133,7 @@ def test_files_of_a_pattern_share_the_memory(tmp_path: Path, cache_home: Path, m
         write(tmp_path / f"{number}.parquet", ROWS[bounds[number] : bounds[number + 1]], "one group")
     held, expected = found(f"{tmp_path}/*.parquet", monkeypatch, no_duplicates=True)
     assert not parts(cache_home)
-    size = (
-        parquet_table.ParquetTable(tmp_path / "2.parquet", parquet_table.Columns(), tmp_path / "none" / "x")
-        ._runs[0]
-        .size
-    )
+    size = parquet_table.ParquetTable(tmp_path / "2.parquet", Columns(), tmp_path / "none" / "x")._runs[0].size
     monkeypatch.setattr(parquet_table, "IN_MEMORY", 4 * 2 * size)
     monkeypatch.setattr(index_worker, "num_cores", lambda: 2)
     store, one = found(f"{tmp_path}/*.parquet", monkeypatch, no_duplicates=True)
@@ -168,6 +165,25 @@ def test_rows_that_can_no_longer_be_read(tmp_path: Path, cache_home: Path, unpac
         os.truncate(part, 900)
     with pytest.raises(parquet_table.UserError, match=r"the unpacked copy of .*a.parquet, can no longer be read"):
         [store[n] for n in range(NUM_ROWS)]
+
+
+def test_a_large_row_group_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(0)
+    texts = [draw.randbytes(10_000).hex() for _ in range(1500)]
+    pq.write_table(
+        pa.table({"query": texts, "positive": texts}),
+        tmp_path / "a.parquet",
+        use_dictionary=False,
+        write_batch_size=16,  # pages of a megabyte
+    )
+    monkeypatch.setattr(parquet_table, "IN_MEMORY", 2**20)
+    monkeypatch.setattr(parquet_table, "CHUNK_BYTES", 2**20)
+    table = parquet_table.ParquetTable(tmp_path / "a.parquet", Columns(), tmp_path / "unpacked" / "a")
+    del texts
+    before = pa.total_allocated_bytes()
+    held = [pa.total_allocated_bytes() - before for _ in table.blocks(table.parts()[0])]
+    assert table.extent()[0] == 1501 and len(held) > 30
+    assert max(held) < 20 * 2**20 < (tmp_path / "a.parquet").stat().st_size
 
 
 KILLED = """

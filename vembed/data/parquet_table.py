@@ -164,7 +164,8 @@ class ParquetTable(Rows):
     def _read_groups(self, run: GroupRun) -> Iterator[pa.RecordBatch]:
         """Yield the rows of the row groups. Raise UserError if they are many times larger than the file says."""
         total, num_rows, most = 0, 0, 4 * run.size + IN_MEMORY
-        with pq.ParquetFile(self._path, metadata=self._metadata, buffer_size=READ_BYTES) as file:
+        # Without pre_buffer, which would read whole columns of a row group ahead.
+        with pq.ParquetFile(self._path, metadata=self._metadata, buffer_size=READ_BYTES, pre_buffer=False) as file:
             groups = list(range(run.first, run.last + 1))
             for batch in file.iter_batches(run.rows_at_once(), row_groups=groups, columns=self._columns):
                 total, num_rows = total + batch.nbytes, num_rows + batch.num_rows
