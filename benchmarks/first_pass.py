@@ -8,6 +8,7 @@ import gc
 import itertools
 import json
 import multiprocessing
+import os
 import random
 import tempfile
 import threading
@@ -74,16 +75,35 @@ def parse(arguments: tuple[str, int, int]) -> int:
     return found
 
 
-def seconds_of_parsing(path: Path) -> float:
-    """Return the seconds of reading and parsing alone, on all cores."""
+def processor_time() -> float:
+    """Return the processor seconds of this process and of those that it has started and that have ended."""
+    own = os.times()
+    return own.user + own.system + own.children_user + own.children_system
+
+
+@dataclass(frozen=True, slots=True)
+class Parsing:
+    """Reading and parsing alone, on all cores."""
+
+    seconds: float
+    processor: float
+    """Processor seconds of all processes."""
+
+
+def parsing_of(path: Path) -> Parsing:
+    """Read and parse a file on all cores."""
     size, cores = path.stat().st_size, num_cores()
     bounds = [size * number // (4 * cores) for number in range(4 * cores + 1)]
     parts = [(str(path), start, stop) for start, stop in itertools.pairwise(bounds)]
+    processor = processor_time()
     with multiprocessing.Pool(cores) as pool:
         pool.map(len, ["a"] * cores)  # the start of the processes is not counted
         began = time.perf_counter()
         pool.map(parse, parts, chunksize=1)
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        pool.close()
+        pool.join()
+    return Parsing(seconds, processor_time() - processor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +111,8 @@ class Opened:
     """Opening of the data in a process of its own, as at the start of a run."""
 
     seconds: float
+    processor: float
+    """Processor seconds of all processes."""
     batch: float
     """Seconds of the first batch of a shuffled epoch."""
     peak: float
@@ -132,15 +154,15 @@ def peaks_of_children() -> Iterator[list[float]]:
 def opened(path: Path, cache: Path, processes: int) -> Opened:
     """Open the data, and draw the first batch of a shuffled epoch."""
     config = TrainConfig(model_name="none", data_path=str(path))
-    began = time.perf_counter()
+    began, processor = time.perf_counter(), processor_time()
     with mock.patch("vembed.data.index_worker.num_cores", return_value=processes), peaks_of_children() as others:
         store = open_examples(config, str(path), cache_dir=cache)
-    there = time.perf_counter()
+    there, processor = time.perf_counter(), processor_time() - processor
     schedule = BatchSchedule([len(store)], 64, 0)
     for index in schedule.batch(0, 0):
         store[int(index)]
     drawn = time.perf_counter()
-    return Opened(there - began, drawn - there, peak_of("self"), max(others, default=0.0))
+    return Opened(there - began, processor, drawn - there, peak_of("self"), max(others, default=0.0))
 
 
 def opened_anew(path: Path, cache: Path, processes: int) -> Opened:
@@ -152,7 +174,7 @@ def opened_anew(path: Path, cache: Path, processes: int) -> Opened:
 def line_of(first: Opened, second: Opened) -> str:
     """Return the figures of a first and a second start."""
     return (
-        f"first pass {first.seconds:.1f} s, second start {second.seconds:.2f} s, first batch of a shuffled epoch "
+        f"first pass {first.seconds:.1f} s (processor time {first.processor:.1f} s), second start {second.seconds:.2f} s, first batch of a shuffled epoch "
         f"{second.batch:.2f} s; at most {first.peak:.2f} GiB in this process, {first.others:.2f} GiB in another, "
         f"{second.peak:.2f} GiB in the second start"
     )
@@ -214,16 +236,19 @@ def by_the_clock(number: int, arguments: argparse.Namespace, folder: Path) -> No
             partial.rename(path)
     print(f"{number:,d} records, {num_cores()} cores, {processes} processes", flush=True)
     for _ in range(arguments.rounds):
-        parsing = [seconds_of_parsing(lines)]
+        parsing = [parsing_of(lines)]
         for path in writers:
             with tempfile.TemporaryDirectory(dir=folder) as cache:
                 first = opened_anew(path, Path(cache), processes)
                 # Parsing before and after: the machine may have become slower.
-                parsing.append(seconds_of_parsing(lines))
+                parsing.append(parsing_of(lines))
                 second = opened_anew(path, Path(cache), processes)
+            one, other = parsing[-2:]
             print(
-                f"{path.suffix}, {path.stat().st_size / GIB:.2f} GiB: reading and parsing JSON {parsing[-2]:.1f} and "
-                f"{parsing[-1]:.1f} s, {min(parsing[-2:]) / first.seconds:.0%} of that speed: {line_of(first, second)}",
+                f"{path.suffix}, {path.stat().st_size / GIB:.2f} GiB: reading and parsing JSON {one.seconds:.1f} and "
+                f"{other.seconds:.1f} s, {min(one.seconds, other.seconds) / first.seconds:.0%} of that speed; processor "
+                f"time {one.processor:.1f} and {other.processor:.1f} s, "
+                f"{min(one.processor, other.processor) / first.processor:.0%}; {line_of(first, second)}",
                 flush=True,
             )
 
