@@ -174,7 +174,8 @@ def opened_anew(path: Path, cache: Path, processes: int) -> Opened:
 def line_of(first: Opened, second: Opened) -> str:
     """Return the figures of a first and a second start."""
     return (
-        f"first pass {first.seconds:.1f} s (processor time {first.processor:.1f} s), second start {second.seconds:.2f} s, first batch of a shuffled epoch "
+        f"first pass {first.seconds:.1f} s (processor time {first.processor:.1f} s), second start {second.seconds:.2f} "
+        f"s, first batch of a shuffled epoch "
         f"{second.batch:.2f} s; at most {first.peak:.2f} GiB in this process, {first.others:.2f} GiB in another, "
         f"{second.peak:.2f} GiB in the second start"
     )
@@ -246,8 +247,8 @@ def by_the_clock(number: int, arguments: argparse.Namespace, folder: Path) -> No
             one, other = parsing[-2:]
             print(
                 f"{path.suffix}, {path.stat().st_size / GIB:.2f} GiB: reading and parsing JSON {one.seconds:.1f} and "
-                f"{other.seconds:.1f} s, {min(one.seconds, other.seconds) / first.seconds:.0%} of that speed; processor "
-                f"time {one.processor:.1f} and {other.processor:.1f} s, "
+                f"{other.seconds:.1f} s, {min(one.seconds, other.seconds) / first.seconds:.0%} of that speed; "
+                f"processor time {one.processor:.1f} and {other.processor:.1f} s, "
                 f"{min(one.processor, other.processor) / first.processor:.0%}; {line_of(first, second)}",
                 flush=True,
             )
