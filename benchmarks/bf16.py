@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.cases import Case
+from benchmarks.products import seconds_by_operator, shares
 from benchmarks.train import machine
 from benchmarks.work import precision
 from benchmarks.worker import Worker, running, training_task
@@ -70,6 +71,8 @@ def main() -> None:
                     with training_task(case, 0) as task:
                         rates[side].append(worker.ask(task)["samples_per_second"])
             print(row(f"training, {case.name}", rates, ""), flush=True)
+    for case in cases(arguments.batch_size):
+        print(f"\nA step of vembed, {case.name}: {shares(seconds_by_operator(case, 'auto'))}", flush=True)
 
 
 if __name__ == "__main__":

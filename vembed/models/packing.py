@@ -129,7 +129,7 @@ def hidden_states(
         )
     if collected is not None:
         collected.take(found)
-    output: Tensor = found.last_hidden_state[0]
+    output: Tensor = found.last_hidden_state.squeeze(0)
     if index is not None:
         # Scatter back to the padded layout, out of place for autograd.
         output = output.new_zeros(num_texts * longest, output.shape[1]).index_copy(0, index, output)
@@ -168,7 +168,8 @@ def attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window if sliding_window is not None and sliding_window < packed.longest else None
     # The packed row is a batch of one: [1, heads, tokens, size]. Without its padding, lengths tell the texts apart.
-    query, key, value = (one[0].transpose(0, 1) for one in (query, key, value))  # [tokens, heads, size of a head]
+    # Not `one[0]`, whose derivative is a tensor of zeros and a copy into it.
+    query, key, value = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))  # [tokens, heads, size]
     narrow = half_dtype(query, key, value)
     if query.device.type == "cuda" and narrow is not None:
         query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)

@@ -31,6 +31,7 @@ from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.row_gradients import use_row_gradients
 from vembed.start.datasets import open_sets
 from vembed.teachers.supply import Teachers
 from vembed.training.auto_rate import with_rate
@@ -126,6 +127,8 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         meta=session.builds_empty,
     )
     config = _tempered(with_rate(config, embedder, session, data.total_steps))
+    if session.device.type == "cpu" and session.fsdp is None:
+        use_row_gradients(embedder.backbone)
     if session.placement.copies_weights:
         embedder.compute_in_bf16()
     start_head(config, embedder, featuriser, data.examples, session)

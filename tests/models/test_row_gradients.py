@@ -1,0 +1,78 @@
+"""Gradients of token embeddings that are added row by row are those of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vembed
+from tests.training.test_run import metrics, settings
+from vembed.models import row_gradients
+from vembed.models.row_gradients import use_row_gradients
+from vembed.training.update import Update
+
+
+def gradient(table: nn.Embedding, micro_batches: list[Tensor], *, tied: bool) -> Tensor:
+    """Return the gradient after several micro-batches, where the table may also be the matrix of a product."""
+    for number, ids in enumerate(micro_batches):
+        values = table(ids)
+        loss = (values * (number + 1 + values.cos())).sum()
+        if tied:
+            loss = loss + (values @ table.weight.T).sin().sum()
+        loss.backward()
+        assert table.weight.grad is not None
+        assert table.weight.grad.layout == torch.strided
+    assert table.weight.grad is not None
+    return table.weight.grad
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_gradients_match_a_float64_reference(padding: int | None, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_gradients, "FEWEST_ROWS", 40)
+    torch.manual_seed(0)
+    table = nn.Embedding(40, 6, padding_idx=padding)
+    exact = nn.Embedding(40, 6, padding_idx=padding).double()
+    exact.load_state_dict(table.state_dict())
+    assert use_row_gradients(nn.Sequential(table)) == 1
+    # Tokens repeat within a micro-batch and between them, and some rows get nothing.
+    micro_batches = [torch.randint(0, 20, (3, 17)) for _ in range(3)]
+    found, wanted = (gradient(one, micro_batches, tied=tied) for one in (table, exact))
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert wanted.abs().sum() > 0
+    if padding is not None and not tied:
+        assert not found[padding].any()
+
+
+def test_small_and_frozen_tables_stay_as_they_are() -> None:
+    large, small, frozen = (nn.Embedding(rows, 2) for rows in (row_gradients.FEWEST_ROWS, 512, 30_000))
+    frozen.requires_grad_(False)
+    assert use_row_gradients(nn.Sequential(large, small, frozen)) == 1
+    assert [large.sparse, small.sparse, frozen.sparse] == [True, False, False]
+
+
+def test_a_run_is_the_run_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[str, torch.layout]] = set()
+    apply = Update.apply
+
+    def noticed(self: Update, loss_share: Tensor) -> object:
+        seen.update(
+            (name, module.weight.grad.layout)
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Embedding) and module.sparse and module.weight.grad is not None
+        )
+        return apply(self, loss_share)
+
+    monkeypatch.setattr(Update, "apply", noticed)
+    runs = {}
+    for fewest in (50, 2**40):
+        monkeypatch.setattr(row_gradients, "FEWEST_ROWS", fewest)
+        (tmp_path / str(fewest)).mkdir()
+        runs[fewest] = vembed.train(settings(tmp_path / str(fewest), micro_batch_tokens=120, val_data_path=None))
+    assert {layout for _, layout in seen} == {torch.strided}
+    by_rows, as_ever = (run.output_dir for run in runs.values())
+    assert metrics(by_rows) == pytest.approx(metrics(as_ever), rel=1e-5)
+    assert metrics(by_rows, "grad_norm") == pytest.approx(metrics(as_ever, "grad_norm"), rel=1e-5)
