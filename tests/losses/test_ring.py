@@ -145,7 +145,7 @@ class CountedRing(Ring):
     def __init__(self) -> None:
         self.with_gradient: list[bool] = []
 
-    def visits(self, own: TravellingColumns, *, with_gradient: bool, held: Visit | None = None) -> Iterator[Visit]:
+    def visits(self, own: TravellingColumns, *, with_gradient: bool, held: Tensor | None = None) -> Iterator[Visit]:
         """See Ring."""
         self.with_gradient.append(with_gradient)
         yield from ()
@@ -207,8 +207,8 @@ def test_memory_and_scores_of_the_ring_on_four_ranks() -> None:
     for found in run_ranks(watched, 4):
         (gathered, num), (small, num_small), (whole, num_whole) = found["gather"], found["ring"], found["whole"]
         assert small <= 0.35 * gathered, found
-        # The second round needs six blocks, and small ones let the peak be elsewhere.
-        assert whole - small >= 5 * (NUM_ROWS - BLOCK) * DIM * 4, found
+        # The second round needs two blocks of columns and four of gradients; with small ones the peak is elsewhere.
+        assert whole - small >= 2 * (NUM_ROWS - BLOCK) * DIM * 4, found
         assert num == NUM_ROWS * 4 * NUM_ROWS
         # All scores twice, except those against the own columns and against the block that comes last.
         assert num_small == 2 * num - NUM_ROWS * (NUM_ROWS + BLOCK)

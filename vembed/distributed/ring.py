@@ -27,7 +27,7 @@ class NeighbourRing(Ring):
         self.world_size = world_size
         self.columns_at_once = columns_at_once
 
-    def visits(self, own: TravellingColumns, *, with_gradient: bool, held: Visit | None = None) -> Iterator[Visit]:
+    def visits(self, own: TravellingColumns, *, with_gradient: bool, held: Tensor | None = None) -> Iterator[Visit]:
         """See Ring."""
         # From the largest rank: all take part in equally many shifts, some with empty pieces.
         num_pieces = -(-max(own.counts) // self.columns_at_once)
@@ -53,7 +53,7 @@ class NeighbourRing(Ring):
             sent = own.packed(cuts[self.rank][piece]) if distance == 1 or passed is None else passed
             return collectives.start_ring_shift(sent, rooms[number % 2][: _length(block(number)[1])])
 
-        # The last step's block is held, on every rank: it does not come again, and its gradient is added at the end.
+        # The last step's block was held, on every rank: it does not come again, and its gradient joins at the end.
         num_visits = len(steps) - (held is not None)
         arriving = start(0, None) if num_visits else collectives.Transfer(())
         for number, (piece, distance) in enumerate(steps[:num_visits]):
@@ -71,8 +71,8 @@ class NeighbourRing(Ring):
                 coming = cuts[self.rank][piece] if is_home else block(number + 1)[1]
                 gradients.pass_on(part, coming, is_home=is_home)
         if gradients is not None:
-            if held is not None and held.gradient is not None:
-                gradients.pass_on(held.gradient, cuts[self.rank][-1], is_home=True)
+            if held is not None:
+                gradients.pass_on(held, cuts[self.rank][-1], is_home=True)
             gradients.settle(None)
 
 

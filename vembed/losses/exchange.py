@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -28,10 +28,6 @@ class Visit:
     """[C, gradient width] zeros, for this rank's part of their gradient; None in a round without gradients."""
     is_last: bool = False
     """No visit follows in this round, so that it stays valid."""
-
-    def with_gradient(self, width: int) -> Visit:
-        """Return the visit with zeros for a gradient."""
-        return replace(self, gradient=self.values.new_zeros(self.values.shape[0], width))
 
 
 class TravellingColumns(ABC):
@@ -55,10 +51,10 @@ class Ring(ABC):
     """Ranks that pass blocks of columns round."""
 
     @abstractmethod
-    def visits(self, own: TravellingColumns, *, with_gradient: bool, held: Visit | None = None) -> Iterator[Visit]:
+    def visits(self, own: TravellingColumns, *, with_gradient: bool, held: Tensor | None = None) -> Iterator[Visit]:
         """Yield every block of all other ranks. Collective: every rank must finish the iteration.
 
-        `held`: the last visit of a round before, with this rank's part of its gradient. It does not come again.
+        `held`: this rank's part of the gradient of the last block of the round before, which does not come again.
         """
 
 

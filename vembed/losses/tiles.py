@@ -17,7 +17,7 @@ differentiated as soon as it is scored: three products, nothing kept, and a ring
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -235,28 +235,34 @@ class _Blocks:
 
     def _ring(self, blocks: list[_RowBlock], home: Columns, own: HomeColumns, foreign: ForeignColumns) -> None:
         """Go round for the row sums; and, with gradients, a second time."""
-        last, held = [home], None
-        for visit in foreign.ring.visits(own, with_gradient=False):
-            if visit.is_last and self.with_gradient:
-                held = visit.with_gradient(own.gradient_width)
-                last.append(foreign_columns(held, own, foreign.score_blocks(visit.owner)))
-                continue
-            columns = foreign_columns(visit, own, foreign.score_blocks(visit.owner))
-            for block in blocks:
-                for _ in self._scored_tiles(block, [columns]):
-                    pass
-        # The end of the first round and the beginning of the second: with these columns the sums of a block of rows are
-        # complete, so that their scores are computed once.
-        for block in blocks:
-            self._complete(block, last)
+        held = self._sums(blocks, home, own, foreign)
         if not self.with_gradient:
             return
-        self.logits_room = self.logits_room.new_empty(0)  # from here on no logits are kept
         for visit in foreign.ring.visits(own, with_gradient=True, held=held):
             columns = foreign_columns(visit, own, foreign.score_blocks(visit.owner))
             for block in blocks:
                 # The same logits again: they count already.
                 self._differentiate(block, [columns], self._scored_tiles(block, [columns], counts=False))
+
+    def _sums(self, blocks: list[_RowBlock], home: Columns, own: HomeColumns, foreign: ForeignColumns) -> Tensor | None:
+        """Complete the row sums; and, with gradients, differentiate the scores against the own columns and the last
+        visit. Return the gradient of the latter."""
+        last, held = [home], None
+        for visit in foreign.ring.visits(own, with_gradient=False):
+            if visit.is_last and self.with_gradient:
+                held = visit.values.new_zeros(visit.values.shape[0], own.gradient_width)
+                with_gradient = replace(visit, gradient=held)
+                last.append(foreign_columns(with_gradient, own, foreign.score_blocks(visit.owner)))
+                continue
+            columns = foreign_columns(visit, own, foreign.score_blocks(visit.owner))
+            for block in blocks:
+                for _ in self._scored_tiles(block, [columns]):
+                    pass
+        # With the last columns the sums of a block of rows are complete, so that their scores are computed once.
+        for block in blocks:
+            self._complete(block, last)
+        self.logits_room = self.logits_room.new_empty(0)  # a second round keeps no logits
+        return held
 
     def _ring_once(self, blocks: list[_RowBlock], home: Columns, own: HomeColumns, foreign: ForeignColumns) -> None:
         """Go round once: no derivative waits for other scores."""
