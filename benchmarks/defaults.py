@@ -6,12 +6,13 @@ sentence-transformers.
     python -m benchmarks.defaults peers    --collection characters --size 300
     python -m benchmarks.defaults table
 
-`search`: each searched value is tried with one seed; the defaults and the best two others then with all seeds. The
-share is the gain of the defaults over the model as it is, of the best mean gain. `adapters`: the gain with `use_lora:
-true` as a share of that of all weights, in the same steps. `search --option use_lora=true` searches for adapters, with
-their rank. `peers`: the same training data by the four-line config and by sentence-transformers at its documented
-settings (one epoch, batches of 16 without duplicates, learning rate 2e-5, 10 % warm-up). All are scored on a test set
-that no side has seen; vembed chooses its checkpoint on the validation set.
+`search`: each searched value is tried with one seed, the better half with all seeds of the search. The best mean is
+then compared with the defaults on as many other seeds, so that a value gains nothing from having been lucky: the share
+is the gain of the defaults over the model as it is, of that of the best, both on these. `adapters`: the gain with
+`use_lora: true` as a share of that of all weights, in the same steps. `search --option use_lora=true` searches for
+adapters, with their rank. `peers`: the same training data by the four-line config and by sentence-transformers at its
+documented settings (one epoch, batches of 16 without duplicates, learning rate 2e-5, 10 % warm-up). All are scored on
+test sets of the validation set's size that no side has seen; vembed chooses its checkpoint on the validation set.
 Each run is a line of a JSONL; what it holds is not run again, and `--minutes` ends a search that is continued later.
 `table` prints what the file holds as Markdown.
 """
@@ -21,7 +22,9 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import random
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -93,7 +96,7 @@ class Trial:
     def __post_init__(self) -> None:
         given = self.arguments
         self.folder = Path(tempfile.mkdtemp())
-        self.data, self.test = parts(given.collection, given.size, given.val, given.max_length)
+        self.data, self.tests = parts(given.collection, given.size, given.val, given.tests, given.max_length)
         self.model = made(given.family, given.models or self.folder / "models")
         self.about: Options = {
             "what": given.what, "collection": given.collection, "family": given.family, "size": given.size,
@@ -105,7 +108,7 @@ class Trial:
         run = {**self.about, "what": "before"}
         run.pop("given", None)
         known = self.runs.done.get(self.runs.key(run))
-        found = known or self.runs.add(run, score=score(self.model, self.test, self.folder))
+        found = known or self.runs.add(run, score=score(self.model, self.tests, self.folder))
         return float(found["score"])
 
     def score(self, options: Options, seed: int) -> float:
@@ -120,7 +123,7 @@ class Trial:
             given = {**({"from_scratch": True} if self.arguments.family in INITIAL else {}), **options}
             given = {**dict(self.arguments.option), **given}
             model, rate = train(self.data, own, self.model, given, seed)
-            found = score(model, self.test, self.folder)
+            found = score(model, self.tests, self.folder)
             known = self.runs.add(run, score=found, rate=rate, seconds=round(time.monotonic() - began))
             shutil.rmtree(own)
         return float(known["score"])
@@ -131,12 +134,16 @@ class Trial:
         return float(self.runs.done[self.runs.key({**self.about, "options": {}, "seed": 0})]["rate"])
 
 
-def parts(name: str, size: int, num_val: int, max_length: int) -> tuple[Collection, Collection]:
-    """Return a collection and one with the same training data whose validation rows are the test set. Texts are cut
-    to so many tokens here, so that a model reads the same before and after its training."""
-    both = COLLECTIONS[name](size, 2 * num_val)
-    train, val = shortened(both.train, max_length), shortened(both.val, max_length)
-    return Collection(train, val[::2], both.loss), Collection(train, val[1::2], both.loss)
+def parts(name: str, size: int, num_val: int, num_tests: int, max_length: int) -> tuple[Collection, list[Collection]]:
+    """Return a collection, and test sets of the size of its validation set. Texts are cut to so many tokens here, so
+    that a model reads the same before and after its training."""
+    both = COLLECTIONS[name](size, (1 + num_tests) * num_val)
+    train, held_out = shortened(both.train, max_length), shortened(both.val, max_length)
+    random.Random(0).shuffle(held_out)
+    data, *tests = (
+        Collection(train, held_out[first : first + num_val], both.loss) for first in range(0, len(held_out), num_val)
+    )
+    return data, tests
 
 
 def shortened(rows: list[dict[str, Any]], max_length: int) -> list[dict[str, Any]]:
@@ -214,17 +221,20 @@ def train_with_peer(data: Collection, folder: Path, model: Path, max_length: int
     return folder / "final"
 
 
-def score(model: Path, data: Collection, folder: Path) -> float:
-    """Return the score on a test set."""
+def score(model: Path, tests: Sequence[Collection], folder: Path) -> float:
+    """Return the mean score on test sets."""
     import vembed
 
-    _, file = data.write(folder / "test")
-    return float(vembed.evaluate(model, file)[data.metric])
+    found = []
+    for data in tests:
+        _, file = data.write(folder / "test")
+        found.append(float(vembed.evaluate(model, file)[data.metric]))
+    return statistics.mean(found)
 
 
 def peers(arguments: argparse.Namespace, known: Sequence[Options]) -> Iterator[Options]:
     """Yield the scores of both sides by seed, for those that are not known."""
-    data, test = parts(arguments.collection, arguments.size, arguments.val, arguments.max_length)
+    data, tests = parts(arguments.collection, arguments.size, arguments.val, arguments.tests, arguments.max_length)
     model = made(arguments.family, arguments.models or Path(tempfile.mkdtemp()))
     for seed in range(arguments.seeds):
         found: Options = {"collection": arguments.collection, "size": arguments.size, "seed": seed}
@@ -232,21 +242,20 @@ def peers(arguments: argparse.Namespace, known: Sequence[Options]) -> Iterator[O
             continue
         folder = Path(tempfile.mkdtemp())
         if seed == 0:
-            found["before"] = score(model, test, folder)
+            found["before"] = score(model, tests, folder)
         ours, _ = train(data, folder / "ours", model, dict(arguments.option), seed)
-        found["vembed"] = score(ours, test, folder)
+        found["vembed"] = score(ours, tests, folder)
         theirs = train_with_peer(data, folder / "theirs", model, arguments.max_length, seed)
-        found["sentence-transformers"] = score(theirs, test, folder)
+        found["sentence-transformers"] = score(theirs, tests, folder)
         shutil.rmtree(folder)
         yield found
 
 
 def search(trial: Trial) -> None:
-    """Try each value with the first seed, and the best with all."""
+    """Try each value with the first seed, the better half with all, and the best with other seeds."""
     given = trial.arguments
     trial.before()
     has_adapters = dict(given.option).get("use_lora", False)
-    confirm(trial, [{}], range(1))
     rates = given.rates or [float(f"{times * trial.default_rate():.2g}") for times in given.times]
     tried: list[Options] = [{"learning_rate": rate} for rate in rates]
     epochs = epochs_for(given.size, FROM_SCRATCH if given.family in INITIAL else 1)
@@ -254,10 +263,13 @@ def search(trial: Trial) -> None:
     tried += SEARCHED + (OF_ADAPTERS if has_adapters else [])
     if given.only:
         tried = [one for one in tried if set(one) & set(given.only)]
-    confirm(trial, [{}], range(given.seeds))
-    first = {json.dumps(one): trial.score(one, 0) for one in tried}
-    best = sorted(tried, key=lambda one: first[json.dumps(one)], reverse=True)[: given.confirmed]
-    confirm(trial, best, range(given.seeds))
+    seeds = range(given.seeds)
+    first = sorted(tried, key=lambda one: trial.score(one, 0), reverse=True)
+    kept = [{}, *first[: -(-len(first) // 2)]]
+    confirm(trial, kept, seeds)
+    best = max(kept, key=lambda one: statistics.mean(trial.score(one, seed) for seed in seeds))
+    if best:
+        confirm(trial, [{}, best], range(given.seeds, 2 * given.seeds))
 
 
 def adapters(trial: Trial) -> None:
@@ -291,9 +303,9 @@ def main() -> None:
     parser.add_argument("--collection", choices=list(COLLECTIONS), default="docstrings")
     parser.add_argument("--family", choices=list(MODELS), default="encoder")
     parser.add_argument("--size", type=int, default=300)
-    parser.add_argument("--val", type=int, default=150, help="rows of the validation set and of the test set")
+    parser.add_argument("--val", type=int, default=150, help="rows of the validation set")
+    parser.add_argument("--tests", type=int, default=6, help="test sets of as many rows")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--confirmed", type=int, default=2, help="number of the best values that get all seeds")
     parser.add_argument("--max-length", type=int, default=32, help="tokens at which texts are cut")
     parser.add_argument("--only", nargs="*", default=[], help="options to search; all if left out")
     parser.add_argument("--steps", nargs="*", type=int, default=[20])
@@ -307,7 +319,7 @@ def main() -> None:
     arguments = parser.parse_args()
     output = Path(arguments.output)
     if arguments.what == "table":
-        print_tables([json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()])
+        print_tables([json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()], arguments.seeds)
         return
     print(machine(), flush=True)
     if arguments.what == "peers":

@@ -11,12 +11,11 @@ from typing import Any
 Run = dict[str, Any]
 Scores = dict[str, dict[int, float]]
 """Options as JSON -> seed -> score."""
-FEWEST_SEEDS = 2
-"""Seeds below which a value is not compared with the defaults."""
 
 
-def print_tables(lines: Sequence[Run]) -> None:
-    """Print the shares of the defaults in the best gain, and those of adapters in the gain of all weights."""
+def print_tables(lines: Sequence[Run], num_seeds: int) -> None:
+    """Print the shares of the defaults in the best gain, and those of adapters in the gain of all weights.
+    `num_seeds`: those of a search, which chose the best value; it is compared with the defaults on the others."""
     before = {_place(one["run"]): float(one["score"]) for one in lines if one["run"]["what"] == "before"}
     groups: defaultdict[tuple[str, ...], Scores] = defaultdict(lambda: defaultdict(dict))
     for one in lines:
@@ -25,12 +24,12 @@ def print_tables(lines: Sequence[Run]) -> None:
             place = (run["what"], *_place(run))
             groups[place][json.dumps(run["options"], sort_keys=True)][run["seed"]] = float(one["score"])
     print(
-        "| model, collection, rows | before | defaults, by seed | best of the search | its score, by seed "
-        "| share of the best gain |\n| --- | --- | --- | --- | --- | --- |"
+        "| model, collection, rows | before | tried | best of the search | defaults, by seed | the best, by seed "
+        "| share of the best gain |\n| --- | --- | --- | --- | --- | --- | --- |"
     )
     for (what, *place), scores in groups.items():
-        if what == "search" and len(scores["{}"]) >= FEWEST_SEEDS:
-            print(search_row(place, before[tuple(place)], scores))
+        if what == "search":
+            print(search_row(place, before[tuple(place)], scores, num_seeds))
     print(
         "\n| model, collection, rows | steps | trained, rate | gain by seed | share |\n| --- | --- | --- | --- | --- |"
     )
@@ -39,33 +38,25 @@ def print_tables(lines: Sequence[Run]) -> None:
             print("\n".join(adapter_rows(place, before[tuple(place)], scores)))
 
 
-def search_row(place: Sequence[str], before: float, scores: Mapping[str, Mapping[int, float]]) -> str:
-    """Return the row of one model on one collection. A value is compared with the defaults over the seeds of both."""
-    ours = scores["{}"]
-    common = {one: sorted(ours.keys() & found.keys()) for one, found in scores.items()}
-    above = {
-        one: statistics.mean(found[seed] - ours[seed] for seed in common[one])
+def search_row(place: Sequence[str], before: float, scores: Scores, num_seeds: int) -> str:
+    """Return the row of one model on one collection."""
+    means = {
+        one: statistics.mean(found[seed] for seed in range(num_seeds))
         for one, found in scores.items()
-        if len(common[one]) >= FEWEST_SEEDS
+        if found.keys() >= set(range(num_seeds))
     }
-    best = max(above, key=lambda one: above[one])
-    gain = statistics.mean(ours[seed] for seed in common[best]) - before
-    most = gain + above[best]
-    share = f"{gain / most:.0%}" if most > 0 else "no gain at any value"
-    if best != "{}" and most > 0:
-        share += f", {above[best]:.4f} less; the seeds' range is {max(_range(ours), _range(scores[best])):.4f}"
+    best = max(means, key=lambda one: means[one])
+    others = {seed: score for seed, score in scores[best].items() if seed >= num_seeds or best == "{}"}
+    ours = {seed: scores["{}"][seed] for seed in others}
+    gain, most = (statistics.mean(found.values()) - before for found in (ours, others))
     return (
-        f"| {', '.join(place[:3])} | {before:.4f} | {_by_seed(ours)} | {_named(best)} | "
-        f"{_by_seed(scores[best])} | {share} ({len(scores) - 1:,d} tried) |"
+        f"| {', '.join(place[:3])} | {before:.4f} | {len(scores) - 1:,d} | {_named(best)} | {_by_seed(ours)} | "
+        f"{_by_seed(others)} | {gain / most:.0%} |"
     )
 
 
 def _by_seed(found: Mapping[int, float]) -> str:
     return ", ".join(f"{score:.4f}" for _, score in sorted(found.items()))
-
-
-def _range(found: Mapping[int, float]) -> float:
-    return max(found.values()) - min(found.values())
 
 
 def adapter_rows(place: Sequence[str], before: float, scores: Mapping[str, Mapping[int, float]]) -> list[str]:

@@ -49,17 +49,6 @@ def test_temperature_is_fixed_unless_it_is_to_be_learned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "is_said"), [({}, True), ({"temperature": 0.05}, False), ({"learn_temperature": True}, False)]
-)
-def test_a_temperature_that_is_not_the_models_is_said(
-    options: dict[str, Any], is_said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="vembed")
-    build_loss(TrainConfig(model_name="", data_path="", **options), start_scale=100.0)
-    assert ("this model was trained with 0.01; set temperature=0.01 to keep that" in caplog.text) is is_said
-
-
-@pytest.mark.parametrize(
     ("options", "start", "said"),
     [
         ({"learn_temperature": True}, 0.01, "learned, starting at 0.01, with which this model was trained"),

@@ -61,10 +61,21 @@ def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own() -> None
     assert temperature(loss="cosent") == temperature(loss="angle") == 0.1
     assert temperature() == temperature(losses=[{"loss": "cosent"}]) == 0.05
     assert temperature(loss="cosent", temperature=0.05) == 0.05
-    again = keep_decisions(TrainConfig(**BASE, loss="cosent"), {"temperature": 0.05})
+    again = keep_decisions(TrainConfig(**BASE, loss="cosent"), {"loss": "cosent", "temperature": 0.05})
     assert with_temperature(again).temperature == 0.05, "a resumed run keeps what its checkpoint has"
     same = keep_decisions(TrainConfig(**BASE, learn_temperature=True), {"temperature": 0.05})
     assert "temperature" not in same.model_fields_set, "a learned one goes on from the model's own"
+
+
+def test_infonce_has_the_temperature_with_which_the_model_was_trained() -> None:
+    def temperature(own: float | None, **options: Any) -> float:
+        return with_temperature(TrainConfig(**BASE, **options), own).temperature
+
+    assert temperature(0.01) == 0.01
+    assert temperature(None) == temperature(0.01, temperature=0.05) == temperature(0.01, loss="circle") == 0.05
+    assert temperature(0.01, loss="cosent") == 0.1, "scores of pairs have nothing to do with it"
+    again = keep_decisions(TrainConfig(**BASE), {"loss": "infonce", "temperature": 0.05})
+    assert with_temperature(again, 0.01).temperature == 0.05, "a resumed run keeps what its checkpoint has"
 
 
 def test_reasons_name_rank_and_alpha() -> None:

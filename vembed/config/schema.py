@@ -207,9 +207,9 @@ class LossOptions(Frozen, title="loss"):
     similarity: Literal["cosine", "dot"] = "cosine"
     """Similarity of two embeddings, in the loss, the evaluation and the saved model."""
     temperature: PositiveFloat = 0.05
-    """Divisor of the similarities. Smaller values weight hard negatives more. If left out with loss: cosent or angle,
-    0.1. A learned one starts here if the option is given, otherwise from the value in the model's files (CLIP, SigLIP)
-    or the default."""
+    """Divisor of the similarities. Smaller values weight hard negatives more. If left out: 0.1 with loss: cosent or
+    angle, and with loss: infonce what the model's files name (CLIP, SigLIP). A learned one starts here if the option is
+    given, otherwise from the value in the model's files or the default."""
     learn_temperature: bool = False
     """Learn the temperature, starting at `temperature` and limited to [0.005, 1]."""
     bidirectional: bool = False

@@ -33,11 +33,15 @@ def loss_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
     return terms
 
 
-def with_temperature(config: TrainConfig) -> TrainConfig:
-    """Return the config with the temperature that suits its loss, if none is given."""
-    if config.losses is not None or config.loss not in ("cosent", "angle") or "temperature" in config.model_fields_set:
+def with_temperature(config: TrainConfig, own: float | None = None) -> TrainConfig:
+    """Return the config with the temperature that suits its loss, if none is given. `own`: the temperature with which
+    the model was trained (CLIP, SigLIP)."""
+    if config.losses is not None or "temperature" in config.model_fields_set:
         return config
-    found = config.model_copy(update={"temperature": ORDER_TEMPERATURE})
+    usual = ORDER_TEMPERATURE if config.loss in ("cosent", "angle") else own if config.loss == "infonce" else None
+    if usual is None:
+        return config
+    found = config.model_copy(update={"temperature": usual})
     found.model_fields_set.discard("temperature")  # still a default: a learned one is not said to be given
     return found
 

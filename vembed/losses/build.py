@@ -43,13 +43,6 @@ def build_loss(
     dims = tuple(config.mrl_dims or mrl_dims) if config.use_mrl else ()
     if config.use_mrl and not dims:
         raise ValueError("use_mrl without mrl_dims: pass the model's sizes")
-    is_fixed = config.losses is None and config.loss == "infonce" and not config.learn_temperature
-    if start_scale is not None and is_fixed and "temperature" not in config.model_fields_set:
-        log.info(
-            "temperature: %g (default), but this model was trained with %.3g; set temperature=%.3g to keep that, or "
-            "learn_temperature: true to continue learning it",
-            config.temperature, 1 / start_scale, 1 / start_scale,
-        )  # fmt: skip
     sizes = _Sizes(dims, embedding_dim, teacher_dims or {})
     loss: EmbeddingLoss
     if has_tasks(config):

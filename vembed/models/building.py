@@ -193,9 +193,9 @@ def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
     """
     if not description.traits.has_scale_and_bias:
         return None
-    found = {"logit_scale": 0.0, "logit_bias": 0.0}
+    found = {"logit_bias": 0.0}
     for path in sorted(Path(description.source).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in found.keys() & set(file.keys()):
+            for name in {"logit_scale", "logit_bias"} & set(file.keys()):
                 found[name] = float(file.get_tensor(name))
-    return math.exp(found["logit_scale"]), found["logit_bias"]
+    return (math.exp(found["logit_scale"]), found["logit_bias"]) if "logit_scale" in found else None

@@ -11,7 +11,6 @@ from typing import Any
 
 from vembed.config.fsdp import PRECISIONS, Precision
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import with_temperature
 from vembed.errors import UserError
 from vembed.saving.durability import write_durably
 from vembed.training.finished import FINAL, FinishedRun, finished_run
@@ -234,8 +233,8 @@ def keep_decisions(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig
     if all(given[name] == saved.get(name) for name in ("val_data_path", "val_split")):
         names += ["eval_steps", "save_steps"]
     kept = {name: saved[name] for name in names if given[name] == "auto" and name in saved}
-    usual = with_temperature(config)
-    if usual is not config and saved.get("temperature", usual.temperature) != usual.temperature:
+    is_decided = "temperature" not in config.model_fields_set and not config.learn_temperature and config.losses is None
+    if is_decided and config.loss == saved.get("loss") and "temperature" in saved:
         kept["temperature"] = saved["temperature"]
     if "learning_rate" in kept and config.head_learning_rate is None:
         kept["head_learning_rate"] = saved["head_learning_rate"]

@@ -126,7 +126,8 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         compiles=session.placement.compilation.value,
         meta=session.builds_empty,
     )
-    config = _tempered(with_rate(config, embedder, session, data.total_steps))
+    scale, bias = embedder.initial_scale_and_bias() or (None, None)
+    config = _tempered(with_rate(config, embedder, session, data.total_steps), scale)
     if session.device.type == "cpu" and session.fsdp is None:
         use_row_gradients(embedder.backbone)
     if session.placement.copies_weights:
@@ -135,7 +136,6 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     # Asked before `prepare`: it changes parameters and wraps modules, and rank 0 still holds the whole model.
     frozen, image_bytes, packs = embedder.frozen_modalities(), embedder.bytes_of_frozen_images(), embedder.packs_texts()
     stores = open_stores(config, session, embedder)
-    scale, bias = embedder.initial_scale_and_bias() or (None, None)
     # The optimizer must see the parameters that `prepare` returns.
     model = session.prepare(embedder, description.layer_classes)
     check_compiled(model, embedder, featuriser, some_inputs(data), session)
@@ -160,11 +160,13 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     )
 
 
-def _tempered(config: TrainConfig) -> TrainConfig:
-    """Return the config with the temperature that suits its loss, and log it where it is not the usual one."""
-    found = with_temperature(config)
-    if found is not config:
-        log.info("temperature: %g (default of loss: %s)", found.temperature, found.loss)
+def _tempered(config: TrainConfig, scale: float | None) -> TrainConfig:
+    """Return the config with the temperature that suits its loss and the model's own scale, and log it where it is not
+    the usual one. What a learned one starts from is said when the loss is built."""
+    found = with_temperature(config, None if scale is None else 1 / scale)
+    if found is not config and not config.learn_temperature:
+        why = f"default of loss: {found.loss}" if found.loss != "infonce" else "with which this model was trained"
+        log.info("temperature: %.3g (%s)", found.temperature, why)
     return found
 
 
