@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,19 @@ def test_casts_of_weights_were_counted_as_activations(tmp_path: Path, monkeypatc
             monkeypatch.setattr(budget, "PROBE_TOKENS", tokens)
             counted[tokens] = budget.bytes_per_token(model, featuriser, session, sample)
     assert counted[1] == pytest.approx(counted[1024], rel=0.1), "what one token adds, whatever the number of tokens"
+
+
+def test_the_measured_graph_was_never_freed(tmp_path: Path) -> None:
+    config = config_for(tmp_path, model_name=str(shared(tiny_bert)))
+    with start_session(resolve_run(config)) as session:
+        model = session.prepare(build_model(config, describe(config)))
+        kept = weakref.ref(next(model.parameters()))
+        featuriser = Featuriser(describe(config))
+        sample = featuriser.features([(Item("red green house river"), "document")])
+        assert budget.bytes_per_token(model, featuriser, session, sample) > 0
+    del model, session
+    gc.collect()
+    assert kept() is None, "a graph holds the weights"
 
 
 def test_recomputation_and_gradient_cache_were_both_on() -> None:

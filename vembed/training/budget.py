@@ -195,29 +195,29 @@ def _bytes_to_come(
 
 def bytes_per_token(model: nn.Module, featuriser: Featuriser, session: Session, sample: Sequence[Features]) -> int:
     """Return the graph bytes per token of the longest inputs, measured on a small forward pass. Collective."""
-    saved: dict[int, int] = {}
+    saved: dict[int, Tensor] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> None:
+        """Hold the storage, so that no other tensor gets its address. The graph holds nothing: an output that the hook
+        gave it would hold its own graph, and neither would ever be freed."""
         source = tensor if tensor._base is None else tensor._base
         if not isinstance(
             source, nn.Parameter
         ):  # parameters live without the graph; FSDP gathers them in storages of their own
-            storage = tensor.untyped_storage()
             # Keyed by storage, so that views of one tensor are counted once.
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
+            saved[tensor.untyped_storage().data_ptr()] = tensor.detach()
 
     most = 0
     for modality in featuriser.description.modalities:
         points = []
         for inputs, tokens in _two_sizes(featuriser, modality, sample):
-            saved.clear()
             seed_draws(0, session.device)
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None):
                 outputs = model([(modality, _move(inputs, session.device))])
-            points.append((tokens, sum(saved.values())))
+            points.append((tokens, sum(one.untyped_storage().nbytes() for one in saved.values())))
             del outputs
             forget_forward(model)
+            saved.clear()
         (small, low), (large, high) = points
         # The slope: autocast's copies of weights are saved too, and do not grow with the tokens.
         most = max(most, (high - low) // (large - small))
