@@ -51,7 +51,7 @@ def search_row(place: Sequence[str], before: float, scores: Scores, num_seeds: i
     gain, most = (statistics.mean(found.values()) - before for found in (ours, others))
     return (
         f"| {', '.join(place[:3])} | {before:.4f} | {len(scores) - 1:,d} | {_named(best)} | {_by_seed(ours)} | "
-        f"{_by_seed(others)} | {gain / most:.0%} |"
+        f"{_by_seed(others)} | {f'{gain / most:.0%}' if most > 0 else 'no gain'} |"
     )
 
 

@@ -57,7 +57,7 @@ def trained_clip(folder: Path) -> Path:
         start.mkdir()
         words = sorted({word[:5] for word in WORDS})
         data = words_and_pictures(Path(name), words, copies=200, name="train", seed=0)
-        return _trained(small_clip(start), data, folder, batch_size=64, epochs=6)
+        return _trained(small_clip(start), data, folder, batch_size=64, epochs=24)
 
 
 def _decoder(folder: Path, *, hidden_size: int, layers: int) -> Path:

@@ -190,6 +190,15 @@ def test_best_checkpoint_is_the_final_model(tmp_path: Path) -> None:
     assert again["ndcg@10"] == pytest.approx(max(scores), abs=1e-6)
 
 
+def test_a_training_that_makes_the_model_worse_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = vembed.train(settings(tmp_path, learning_rate=3.0, max_grad_norm=0))
+    metric = "ndcg@10"
+    before, after = result.metrics[f"before/{metric}"], result.metrics[metric]
+    assert after < before, "nothing to say"
+    said = f"{metric} is {after:.4f} in final/ and was {before:.4f} before training: use the model as it was"
+    assert f"warning: {said}" in capfd.readouterr().out and said in Path(tmp_path, "run/report.html").read_text()
+
+
 @pytest.mark.promise("E32")
 def test_non_finite_loss_stops_and_names_the_examples(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"step \d+: .*an earlier update with learning_rate: 1e\+30 broke them"):

@@ -14,19 +14,16 @@ What = Literal["weights", "adapters", "head"]
 
 WIDTH = 384
 """Hidden size of all-MiniLM-L6-v2, on which the rates were measured."""
-TUNED = 4e-5
-"""Peak for all weights of an embedding model of this width."""
-RAW = 6e-5
-"""Peak for all weights of a language model that is no embedding model yet: it has further to go."""
+TUNED = 8e-5
+"""Peak for all weights of an embedding model of this width; in inverse proportion to the width in wider ones."""
+RAW = 1.2e-4
+"""The same for a language model that is no embedding model yet: it has further to go."""
 ADAPTERS = 15.0
 """Ratio of the peak of adapters with alpha 32 to that of the weights that they change."""
 ALPHA = 32
 SHORT, SHORTEST = 48, 16
 """Steps of a run below which adapters get a higher rate still, by the root of the ratio, and the end of that: B begins
 at zero, so a short run ends before A and B have grown together."""
-FEW, FEWEST = 240, 60
-"""Steps of a run below which all weights, and adapters with them, get a higher rate, by the root of the ratio, and the
-end of that: twice the rate was measured to be better in runs of 60 steps."""
 HEAD = 1e-3
 """Peak for a linear layer on frozen features, and for new projections."""
 SCRATCH = 5e-4
@@ -59,7 +56,7 @@ class Trained:
     """True if the weights are initial ones, from which nothing was trained yet."""
     has_scale: bool = False
     """True if the weights contain the scale of the loss that they were trained with, as those of CLIP and SigLIP do."""
-    total_steps: int = FEW
+    total_steps: int = SHORT
     """Steps of the run."""
 
 
@@ -95,11 +92,9 @@ def _of_weights(trained: Trained) -> tuple[float, str]:
     kind = trained.family.replace("_", " ")
     if trained.has_scale:
         return TWO_TOWERS, f"a {kind} model"
-    rate = (TUNED if trained.is_tuned else RAW) * math.sqrt(WIDTH / trained.width)
-    rate *= _of_few(trained)
+    rate = (TUNED if trained.is_tuned else RAW) * WIDTH / trained.width
     tuned = "an embedding model already" if trained.is_tuned else "no embedding model yet"
-    few = f", only {trained.total_steps:,d} steps" if trained.total_steps < FEW else ""
-    return min(max(rate, LOWEST), HIGHEST), f"a {kind} of {trained.width:,d} dimensions, {tuned}{few}"
+    return min(max(rate, LOWEST), HIGHEST), f"a {kind} of {trained.width:,d} dimensions, {tuned}"
 
 
 def _of_narrow(trained: Trained, rate: float) -> float:
@@ -109,18 +104,13 @@ def _of_narrow(trained: Trained, rate: float) -> float:
     if trained.width >= usual:
         return rate
     base = TWO_TOWERS if trained.has_scale else TUNED if trained.is_tuned else RAW
-    wanted = base * (usual / trained.width) ** NARROW * (1.0 if trained.has_scale else _of_few(trained))
+    wanted = base * (usual / trained.width) ** NARROW
     return max(rate, min(wanted, MOST_NARROW * _of_initial(trained.width)))
 
 
 def _of_initial(width: int) -> float:
     """Return the peak for initial weights."""
     return min(SCRATCH * (512 / width if width < 512 else math.sqrt(512 / width)), MOST_SCRATCH)
-
-
-def _of_few(trained: Trained) -> float:
-    """Return the factor of a run of few steps."""
-    return math.sqrt(FEW / min(max(trained.total_steps, FEWEST), FEW))
 
 
 def _two_digits(value: float) -> float:

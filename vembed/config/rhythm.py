@@ -10,8 +10,8 @@ from typing import Any
 from vembed.config.resolved import Decision
 from vembed.config.schema import TrainConfig
 
-FEW = 100.0
-"""A data set of n examples is seen FEW / sqrt(n) times: 6 times for 300, twice for 3,000, once for 10,000."""
+FEW = 200.0
+"""A data set of n examples is seen FEW / sqrt(n) times: 6 times for 300, 4 times for 3,000, once for 30,000."""
 MOST_EPOCHS = 6
 FROM_SCRATCH = 4
 """Ratio of the passes of initial weights to those of trained ones."""

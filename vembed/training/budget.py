@@ -197,7 +197,9 @@ def bytes_per_token(model: nn.Module, featuriser: Featuriser, session: Session, 
     """Return the graph bytes per token of the longest inputs, measured on a small forward pass. Collective."""
     saved: dict[int, Tensor] = {}
 
-    def pack(tensor: Tensor) -> None:
+    nothing = torch.empty(0)
+
+    def pack(tensor: Tensor) -> Tensor:
         """Hold the storage, so that no other tensor gets its address. The graph holds nothing: an output that the hook
         gave it would hold its own graph, and neither would ever be freed."""
         source = tensor if tensor._base is None else tensor._base
@@ -206,13 +208,14 @@ def bytes_per_token(model: nn.Module, featuriser: Featuriser, session: Session, 
         ):  # parameters live without the graph; FSDP gathers them in storages of their own
             # Keyed by storage, so that views of one tensor are counted once.
             saved[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        return nothing
 
     most = 0
     for modality in featuriser.description.modalities:
         points = []
         for inputs, tokens in _two_sizes(featuriser, modality, sample):
             seed_draws(0, session.device)
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None):
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 outputs = model([(modality, _move(inputs, session.device))])
             points.append((tokens, sum(one.untyped_storage().nbytes() for one in saved.values())))
             del outputs

@@ -116,12 +116,14 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
             merge_adapters=config.save_merged,
             card=card_of(config, data, state),
         )
+    metric = deciding_metric(config, evaluation, state.scores) if evaluation and state.scores else ""
+    warnings = _warnings(config, state, metric)
     summary = RunSummary(
         model=embedder.description.summary(),
         properties=properties_of(embedder.description),
         data=list(data.examples.summary()),
         evaluation=evaluation.summary() if evaluation else "",
-        metric=deciding_metric(config, evaluation, state.scores) if evaluation and state.scores else "",
+        metric=metric,
         final_step=state.scored_step if state.scores else state.step,
         num_steps=state.step,
         num_examples=len(data.examples),
@@ -135,7 +137,7 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
         seconds=state.seconds,
         finished=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions=collect_versions(),
-        warnings=[*data.warnings, *_warnings(state)],
+        warnings=[*data.warnings, *warnings],
     )
     if session.is_main:
         log.info("model: %s", directory)
@@ -156,8 +158,16 @@ def _report(output: Path, summary: RunSummary) -> None:
     log.info("report: %s", output / "report.html")
 
 
-def _warnings(state: LoopState) -> list[str]:
+def _warnings(config: TrainConfig, state: LoopState, metric: str) -> list[str]:
+    """Return what the report warns of. Log what has not been said during the run."""
     found = [] if state.fell is None else [f"{state.fell}; final/ is the checkpoint of step {state.held_step:,d}"]
+    if metric in state.before and state.scores[metric] < state.before[metric]:
+        found.append(
+            f"{metric} is {state.scores[metric]:.4f} in final/ and was {state.before[metric]:.4f} before training: use "
+            f"the model as it was, or lower learning_rate (now {config.learning_rate:g}), or look at the training data "
+            "(vembed audit)"
+        )
+        log.warning("%s", found[-1])
     if state.num_skipped:
         found.append(f"{state.num_skipped:,d} steps were left out because a number was not finite")
     return found
