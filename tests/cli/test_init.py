@@ -163,7 +163,7 @@ def test_a_folder_of_images_and_a_missing_file(vembed: Command) -> None:
 
 def test_values_from_the_size_of_the_data() -> None:
     assert [values.fitting_batch(number, 64) for number in (0, 5, 100, 1000, 10_000)] == [64, 5, 8, 32, 64]
-    assert [values.fitting_epochs(number) for number in (100, 3_000, 50_000)] == [6, 2, 1]
+    assert [values.fitting_epochs(number) for number in (100, 3_000, 50_000)] == [6, 4, 1]
     assert [values.held_out_share(number) for number in (20, 500, 1_000_000)] == [None, 0.1, 0.002]
     assert [values.steps_between(number) for number in (20, 148, 5_000)] == [None, 10, 500]
     lengths = values.measure(["word " * 30] * 99 + ["word " * 900], None)
