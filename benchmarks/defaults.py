@@ -38,7 +38,7 @@ from benchmarks.collections_here import COLLECTIONS, Collection
 from benchmarks.defaults_table import print_tables
 from benchmarks.tiny_models import INITIAL, MODELS, made
 from benchmarks.train import machine
-from vembed.config.rhythm import FROM_SCRATCH, epochs_for
+from vembed.config.rhythm import epochs_for
 from vembed.tools.demo import demo_model
 
 Options = dict[str, Any]
@@ -258,7 +258,7 @@ def search(trial: Trial) -> None:
     has_adapters = dict(given.option).get("use_lora", False)
     rates = given.rates or [float(f"{times * trial.default_rate():.2g}") for times in given.times]
     tried: list[Options] = [{"learning_rate": rate} for rate in rates]
-    epochs = epochs_for(given.size, FROM_SCRATCH if given.family in INITIAL else 1)
+    epochs = epochs_for(given.size, from_scratch=given.family in INITIAL, has_scale="clip" in given.family)
     tried += [{"epochs": times * epochs} for times in PASSES]
     tried += SEARCHED + (OF_ADAPTERS if has_adapters else [])
     if given.only:

@@ -98,8 +98,9 @@ def test_the_rate_is_in_inverse_proportion_to_the_width() -> None:
 
 @pytest.mark.parametrize(("examples", "low", "high"), [(300, 6, 6), (3_000, 4, 4), (30_000, 1, 1), (10**7, 1, 1)])
 def test_few_examples_are_seen_more_often(examples: int, low: int, high: int) -> None:
-    assert low <= passes(TrainConfig(**BASE), examples).value <= high
-    assert passes(TrainConfig(**BASE, epochs=2.5), examples).value == 2.5
+    texts, towers = (passes(TrainConfig(**BASE), examples, has_scale=one).value for one in (False, True))
+    assert low <= texts <= high and texts <= towers <= 5 * texts
+    assert passes(TrainConfig(**BASE, epochs=2.5), examples, has_scale=True).value == 2.5
 
 
 def test_ten_evaluations_where_they_are_cheap_and_fewer_where_not() -> None:

@@ -15,6 +15,8 @@ FEW = 200.0
 MOST_EPOCHS = 6
 FROM_SCRATCH = 4
 """Ratio of the passes of initial weights to those of trained ones."""
+TWO_TOWERS = 4
+"""The same of CLIP and SigLIP, whose rate is low, to the passes of models of texts."""
 NUM_EVALUATIONS = 10
 FEWEST_EVALUATIONS = 3
 SHARE = 0.1
@@ -91,17 +93,18 @@ class Rhythm:
         }
 
 
-def passes(config: TrainConfig, num_examples: int) -> Decision[float]:
-    """Return the passes over the data."""
+def passes(config: TrainConfig, num_examples: int, *, has_scale: bool) -> Decision[float]:
+    """Return the passes over the data. `has_scale`: of a model with the scale of its own loss, as CLIP and SigLIP."""
     if config.epochs != "auto":
         return Decision(config.epochs, "epochs")
-    if starts_from_nothing(config):
-        epochs = epochs_for(num_examples, FROM_SCRATCH)
+    from_scratch = starts_from_nothing(config)
+    epochs = epochs_for(num_examples, from_scratch=from_scratch, has_scale=has_scale)
+    if from_scratch:
         return Decision(epochs, f"from scratch: initial weights see {num_examples:,d} examples {epochs:g} times")
-    epochs = epochs_for(num_examples)
     if epochs == 1:
         return Decision(epochs, f"{num_examples:,d} examples are enough for one pass")
-    return Decision(epochs, f"{num_examples:,d} examples are few: each is seen {epochs:g} times")
+    towers = ", and two towers with a low rate need more" if has_scale else ""
+    return Decision(epochs, f"{num_examples:,d} examples are few: each is seen {epochs:g} times{towers}")
 
 
 def starts_from_nothing(config: TrainConfig) -> bool:
@@ -109,8 +112,9 @@ def starts_from_nothing(config: TrainConfig) -> bool:
     return config.from_scratch or (config.model_class is not None and config.model_name == config.model_class)
 
 
-def epochs_for(num_examples: int, times: int = 1) -> float:
-    """Return the passes over so many examples, times a factor."""
+def epochs_for(num_examples: int, *, from_scratch: bool = False, has_scale: bool = False) -> float:
+    """Return the passes over so many examples."""
+    times = (FROM_SCRATCH if from_scratch else 1) * (TWO_TOWERS if has_scale else 1)
     return float(min(max(round(times * FEW / math.sqrt(num_examples)), 1), times * MOST_EPOCHS))
 
 

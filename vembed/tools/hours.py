@@ -130,7 +130,7 @@ def num_steps(config: TrainConfig, num_examples: int, per_step: int) -> int:
         return config.max_steps
     batch = per_step // config.gradient_accumulation_steps
     train = num_examples * (1.0 - (config.val_split or 0.0))
-    epochs = passes(config, int(train)).value
+    epochs = passes(config, int(train), has_scale=describe(config).traits.has_scale_and_bias).value
     return max(math.ceil(epochs * (train // batch) / config.gradient_accumulation_steps), 1)
 
 

@@ -14,7 +14,7 @@ from vembed.data.columns import Columns
 from vembed.data.images import IMAGE_SUFFIXES
 from vembed.data.records import Mode
 from vembed.errors import UserError
-from vembed.families.table import FAMILIES, Family, Starter, named
+from vembed.families.table import FAMILIES, Family, named
 from vembed.start import values
 from vembed.start.ask import confirm, is_terminal
 from vembed.start.doubts import doubts_about
@@ -138,7 +138,7 @@ def starter(
             _line("image_model_name", kind.image_model_name, "images"),
         ]
     lines += _data_lines(family, looked, data, val_data, facts)
-    lines += _training_lines(kind, looked, val_data, facts)
+    lines += _training_lines(family, looked, val_data, facts)
     if facts is not None:
         from vembed.tools.init_memory import memory_lines  # imported late: torch takes seconds
 
@@ -198,11 +198,13 @@ def _held_out(looked: Looked, val_data: str | None) -> float | None:
     return values.held_out_share(num_records) if is_enough and not val_data else None
 
 
-def _training_lines(kind: Starter, looked: Looked, val_data: str | None, facts: values.ModelFacts | None) -> list[str]:
+def _training_lines(family: Family, looked: Looked, val_data: str | None, facts: values.ModelFacts | None) -> list[str]:
+    kind = family.starter
     num_records = looked.sample.num_records
     held_out = _held_out(looked, val_data) or 0.0
     num_train = int(num_records * (1 - held_out))
-    batch, epochs = values.fitting_batch(num_train, kind.batch_size), values.fitting_epochs(num_train)
+    batch = values.fitting_batch(num_train, kind.batch_size)
+    epochs = values.fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
     total = max(num_train // batch, 1) * epochs if num_train else 0
     between = values.steps_between(total)
     lines = [

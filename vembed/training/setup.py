@@ -80,7 +80,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
     with main_first(session):
         sets = open_sets(config, compares=session.is_main)
-    epochs = passes(config, len(sets.examples))
+    epochs = passes(config, len(sets.examples), has_scale=describe(config).traits.has_scale_and_bias)
     if config.epochs == "auto" and config.max_steps is None:
         log.info("epochs: %g (auto; %s)", epochs.value, epochs.reason)
     batch_schedule, total_steps = schedule_batches(config, sets.examples, session, epochs.value)
