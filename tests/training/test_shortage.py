@@ -45,17 +45,18 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 def fail_at(monkeypatch: pytest.MonkeyPatch, micro_batches: set[int], *, above_rows: int = 0) -> None:
     """The model's forward runs out of memory at these calls in training, or whenever it gets many rows."""
     original, count = EmbeddingModel.forward, [0]
-    # In turns as torch's allocator says it, and as a library that allocates by itself.
+    # In turns as torch's allocator says it, and as a library that allocates by itself. Each is made anew: an error
+    # holds the frames that it came through, and their tensors.
     errors = itertools.cycle([
-        torch.OutOfMemoryError("CUDA out of memory (simulated)"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        lambda: torch.OutOfMemoryError("CUDA out of memory (simulated)"),
+        lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ])  # fmt: skip
 
     def forward(self: EmbeddingModel, parts: Any, **options: Any) -> Any:
         if self.training:
             count[0] += 1
             if count[0] in micro_batches or (above_rows and len(parts[0][1]["input_ids"]) > above_rows):
-                raise next(errors)
+                raise next(errors)()
         return original(self, parts, **options)
 
     monkeypatch.setattr(EmbeddingModel, "forward", forward)
