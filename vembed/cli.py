@@ -86,7 +86,9 @@ def train(words: Words = None) -> None:
 def eval(
     ctx: typer.Context,
     model: AnyModel,
-    data: Annotated[str, typer.Argument(help="A BEIR-style folder, or a file of pairs or scored pairs.")],
+    data: Annotated[
+        str, typer.Argument(metavar="DATA", help="A BEIR-style folder, or a file of pairs or scored pairs.")
+    ],
     dims: Annotated[str, typer.Option(help="Also score at these sizes, as 256,128. Default: the model's own.")] = "",
     ks: Annotated[str, typer.Option(help="Cut-offs of the metrics.")] = "1,5,10,100",
     task: Annotated[str, typer.Option(help="auto, retrieval or similarity.")] = "auto",
@@ -147,7 +149,7 @@ def encode(
             metavar="INPUT", help="Texts (one per line), JSONL, a table or a folder of images; - is standard input."
         ),
     ],
-    output: Annotated[str, typer.Argument(help="Where to write: NAME.npy or NAME.parquet.")],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Where to write: NAME.npy or NAME.parquet.")],
     kind: Kind = "document",
     column: Annotated[str | None, typer.Option(help="The field or column that holds the text.")] = None,
     keep: Annotated[

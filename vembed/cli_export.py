@@ -18,8 +18,10 @@ CheckData = Annotated[
 
 
 def export(
-    model: Annotated[str, typer.Argument(help="A run, a checkpoint of one, a model folder or an adapter.")],
-    output: Annotated[str, typer.Argument(help="A new folder.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A run, a checkpoint of one, a model folder or an adapter.")
+    ],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="A new folder.")],
     form: Annotated[
         str,
         typer.Option("--format", help="safetensors, onnx, static, openvino or gguf. Default: a copy of the folder."),
@@ -79,7 +81,10 @@ def export(
 
 def serve(
     model: Annotated[
-        str, typer.Argument(help="A model folder, a Hub name, a run, a checkpoint, or an export to ONNX or OpenVINO.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A model folder, a Hub name, a run, a checkpoint, or an export to ONNX or OpenVINO."
+        ),
     ],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: of every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one, which is printed.")] = 8080,
@@ -107,7 +112,10 @@ def serve(
 
 
 def check_server(
-    url: Annotated[str, typer.Argument(help="Address of an OpenAI-compatible or TEI endpoint: http://localhost:8080.")],
+    url: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="Address of an OpenAI-compatible or TEI endpoint: http://localhost:8080."),
+    ],
     model: AnyModel,
     data: CheckData = None,
     served_name: Annotated[
@@ -139,7 +147,7 @@ def check_server(
 
 def push(
     model: Annotated[str, typer.Argument(metavar="RUN", help="The output_dir of a finished run, or a model folder.")],
-    repository: Annotated[str, typer.Argument(help="Repository on the Hub: user/name.")],
+    repository: Annotated[str, typer.Argument(metavar="REPOSITORY", help="Repository on the Hub: user/name.")],
     public: Annotated[bool, typer.Option("--public", help="Make the repository public. Default: private.")] = False,
     report: Annotated[
         bool, typer.Option(help="With the report of the run, which shows texts of the validation data.")

@@ -23,7 +23,7 @@ Shards = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the model brings along.")
 ]
-AnyModel = Annotated[str, typer.Argument(help="A model folder, a Hub name, a run or a checkpoint.")]
+AnyModel = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a Hub name, a run or a checkpoint.")]
 WeightsDtype = Annotated[str, typer.Option("--torch-dtype", help="auto, float32, bfloat16 or float16.")]
 ColumnMapping = Annotated[str, typer.Option(help="As the option of that name: {question: query}.")]
 ImageRoot = Annotated[str | None, typer.Option(help="Where relative image paths start, and must stay.")]

@@ -30,7 +30,7 @@ from vembed.cli_support import (
 def score(
     ctx: typer.Context,
     model: AnyModel,
-    pairs: Annotated[str, typer.Argument(help="A file of pairs, as training reads it.")],
+    pairs: Annotated[str, typer.Argument(metavar="PAIRS", help="A file of pairs, as training reads it.")],
     output: Annotated[str, typer.Option("--output", "-o", help="NAME.npy or NAME.jsonl; - is standard output.")] = "-",
     column_mapping: ColumnMapping = "",
     image_root: ImageRoot = None,
@@ -112,9 +112,11 @@ def merge(
 
 def edit(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="A model folder or a Hub name.")],
-    first: Annotated[str, typer.Argument(help="Texts of one kind, one per line.")],
-    second: Annotated[str, typer.Argument(help="Texts of the other kind: what tells them apart is removed.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or a Hub name.")],
+    first: Annotated[str, typer.Argument(metavar="FIRST", help="Texts of one kind, one per line.")],
+    second: Annotated[
+        str, typer.Argument(metavar="SECOND", help="Texts of the other kind: what tells them apart is removed.")
+    ],
     output: Annotated[str, typer.Option("--output", "-o", help="A new folder.")],
     direction: Annotated[
         str, typer.Option("--remove-direction", help="mean_difference, principal, or erase (with --where embedding).")

@@ -38,11 +38,23 @@ def test_a_mistyped_key_is_exit_code_2_and_one_sentence(process: Command) -> Non
         assert done.err == "error: cfg.yaml, line 7: unknown option 'learning_rat', did you mean 'learning_rate'?\n"
 
 
+def test_a_mistyped_path_is_named_with_the_one_that_is_meant(vembed: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    Path("my-model").mkdir()
+    Path("train.csv").write_text("query,positive\na,b\n")
+    done = vembed("train", "model_name=my-modell", "data_path=train.csv")
+    assert done.code == 2 and done.err.endswith("while online; did you mean my-model?\n"), done.err
+    for verb in ("train", "config"):
+        done = vembed(verb, f"model_name={shared(tiny_bert)}", "data_path=./trian.csv")
+        assert done.code == 2 and "./trian.csv does not exist" in done.err and "did you mean train.csv?" in done.err
+
+
 def test_usage_is_exit_code_2(vembed: Command) -> None:
     assert vembed("trian").code == 2
     assert vembed("train").code == 2
     assert vembed("eval").code == 2
     assert vembed("train", "nowhere.yaml").code == 2
+    assert "Missing argument 'OUTPUT'" in vembed("encode", "model", "texts.txt").err
     assert vembed("train", "--help").code == 0
     assert vembed("version").out.startswith("vembed 0")
 

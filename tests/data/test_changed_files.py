@@ -85,5 +85,5 @@ def test_a_truncated_arrow_file_is_a_sentence_and_no_signal(tmp_path):
     os.truncate(arrow, 4096)
     with pytest.raises(UserError, match=r"has been truncated from .* to 4,096 bytes since it was opened"):
         store[19_999]
-    with pytest.raises(UserError, match="or it is damaged"):
+    with pytest.raises(UserError, match="was saved by `datasets`, and is damaged"):
         open_path(tmp_path / "saved")

@@ -54,7 +54,7 @@ def test_splits_are_no_classes(pictures: Path, tmp_path: Path) -> None:
 
 def test_a_folder_of_images_without_classes_is_none(pictures: Path, tmp_path: Path) -> None:
     assert not is_class_folder(pictures / "cat")
-    with pytest.raises(UserError, match="is a folder, but none that `datasets` has saved"):
+    with pytest.raises(UserError, match="cat holds images and nothing that says what they show"):
         open_examples(config(), str(pictures / "cat"), cache_dir=tmp_path / "cache")
 
 

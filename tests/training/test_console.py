@@ -45,6 +45,11 @@ def test_five_lines_then_steps_and_the_rest_in_the_log(vembed: Command, cfg: str
     assert "FSDP parameter summary:" in log and "Rank 0, CPU: " in log and "device: cpu, 1 process, " in log
 
 
+def test_fsdp_that_one_process_cannot_do_is_said(vembed: Command, cfg: str) -> None:
+    out = vembed("train", cfg, "output_dir=asked", "use_fsdp=true", "val_data_path=null").out
+    assert "strategy single (FSDP was asked for, but one process has nobody to shard with" in out
+
+
 def test_verbose_shows_all_and_quiet_only_warnings(vembed: Command, cfg: str) -> None:
     out = vembed("train", cfg, "output_dir=verbose", "--verbose").out
     assert "FSDP parameter summary:" in out and "Rank 0, CPU: " in out

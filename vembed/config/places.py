@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vembed.config.entries import DataSource
 from vembed.config.layers import RESULT_OF
+from vembed.config.options import nearest
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import data_sources
 
@@ -53,16 +54,27 @@ def missing_data(config: TrainConfig) -> list[tuple[str, str]]:
 def missing_places(config: TrainConfig, origins: Mapping[str, str]) -> list[str]:
     """Return a sentence for each file and folder that a run would look for and not find."""
     found = [
-        f"{option}: {path} does not exist (looked from {Path.cwd()})"
+        f"{option}: {path} does not exist (looked from {Path.cwd()}){similar_path(path)}"
         for option, path in missing_data(config)
         if not is_hub_dataset(path) and not is_pattern_or_address(path)
     ]
     folder = config.model_name
     if not _exists(folder) and not is_hub_model(folder) and RESULT_OF not in origins["model_name"]:
-        found.append(f"model_name: {folder} is not a folder (looked from {Path.cwd()})")
+        found.append(f"model_name: {folder} is not a folder (looked from {Path.cwd()}){similar_path(folder)}")
     if config.image_root is not None and not _exists(config.image_root):
         found.append(f"image_root: {config.image_root} does not exist (looked from {Path.cwd()})")
     return found
+
+
+def similar_path(path: str) -> str:
+    """Return the end of a sentence that names the most similar path beside one that does not exist; empty without
+    one."""
+    place = Path(path).expanduser()
+    try:
+        near = nearest(place.name, sorted(one.name for one in place.parent.iterdir()))
+    except (OSError, ValueError, RuntimeError):
+        return ""
+    return f"; did you mean {Path(path).parent / near}?" if near else ""
 
 
 def _exists(path: str) -> bool:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from vembed.config.places import is_hub_dataset
+from vembed.config.places import is_hub_dataset, similar_path
 from vembed.data.cache import short_hash, stamp
 from vembed.data.class_folders import class_records, is_class_folder
 from vembed.data.columns import Columns
 from vembed.data.delimited import DelimitedFile
 from vembed.data.fetching import CODECS, fetched_copies, is_address, is_pattern, unpacked_copy
-from vembed.data.messages import ROOM
+from vembed.data.images import IMAGE_SUFFIXES
+from vembed.data.messages import ROOM, listed
 from vembed.data.parquet_table import ParquetTable
 from vembed.data.readers import JsonArray, JsonLines, Reader
 from vembed.data.several_files import SeveralFiles
@@ -79,6 +79,8 @@ def _reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
             reader = _named(class_records(place, cache), path, columns, cache)
             reader.folder = place
             return reader
+        if not is_saved_dataset(place):
+            raise _no_data(place)
         return open_folder(place, columns, role)
     if not stat.S_ISREG(status.st_mode):  # a pipe, for example, blocks and can be read only once
         raise UserError(f"{path} is not a regular file")
@@ -151,6 +153,19 @@ def _open_file(path: Path, columns: Columns, cache: Path, num_files: int = 1) ->
     raise unknown_ending(path)
 
 
+def _no_data(folder: Path) -> UserError:
+    names = sorted(one.name for one in folder.iterdir() if not one.name.startswith("."))
+    if any(Path(name).suffix.lower() in IMAGE_SUFFIXES for name in names):
+        return UserError(
+            f"{folder} holds images and nothing that says what they show: write pairs with their paths into a file, or "
+            f"put the images of each class into a folder of its own ({folder}/cat/1.jpg)"
+        )
+    return UserError(
+        f"{folder} is a folder without data files of one kind ({', '.join(READ)}), without folders of images and not "
+        f"saved by `datasets`; it holds {listed(names) or 'nothing'}: name a file"
+    )
+
+
 def unknown_ending(path: Path) -> UserError:
     """Return the error for a file whose ending no reader has."""
     kind = path.suffix.lower()
@@ -161,16 +176,6 @@ def unknown_ending(path: Path) -> UserError:
 
 
 def _open_name(path: str, columns: Columns, role: Role) -> Reader:
-    folder, name = Path(path).parent, Path(path).name
     if not is_hub_dataset(path):
-        near = difflib.get_close_matches(name, _names_in(folder), n=1)
-        hint = f"; did you mean {folder / near[0]}?" if near else ""
-        raise UserError(f"{path} does not exist (looked from {Path.cwd()}){hint}")
+        raise UserError(f"{path} does not exist (looked from {Path.cwd()}){similar_path(path)}")
     return open_hub(path, columns, role)
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return sorted(entry.name for entry in folder.iterdir())
-    except OSError:
-        return []

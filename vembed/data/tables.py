@@ -133,11 +133,7 @@ def saved_split(path: Path, role: Role) -> Any:
     try:
         found = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        holds = listed(sorted(entry.name for entry in path.iterdir())) or "nothing"
-        raise UserError(
-            f"{path} is a folder, but none that `datasets` has saved; it holds {holds}: name a file "
-            f"(or it is damaged: {first_line(error)})"
-        ) from error
+        raise UserError(f"{path} was saved by `datasets`, and is damaged: {first_line(error)}") from error
     return _one_split(str(path), found, role)
 
 

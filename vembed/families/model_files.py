@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from vembed.config.places import is_hub_model
+from vembed.config.places import is_hub_model, similar_path
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.families.model_settings import (
@@ -73,7 +73,10 @@ def _located(name: str, revision: str | None, option: str) -> Path:
     if path.is_dir():
         return _inside_a_run(path, option).resolve()
     if not is_hub_model(name):
-        raise UserError(f"{option}: {name} is not a folder; give an existing folder or a Hub name such as org/model")
+        raise UserError(
+            f"{option}: {name} is not a folder; give an existing folder or a Hub name such as org/model"
+            f"{similar_path(name)}"
+        )
     try:
         return Path(
             snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_NOT_WANTED)
@@ -85,12 +88,14 @@ def _located(name: str, revision: str | None, option: str) -> Path:
     except RevisionNotFoundError as error:
         raise UserError(f"model_revision: {name} has no revision {revision!r} on the Hub") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UserError(f"{option}: {name} is neither a folder here nor a model on the Hub") from error
+        raise UserError(
+            f"{option}: {name} is neither a folder here nor a model on the Hub{similar_path(name)}"
+        ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         at = f" at revision {revision}" if revision else ""
         raise UserError(
             f"{option}: {name}{at} is not a folder here, is not in the Hub's cache, and the Hub cannot be reached; "
-            "give a local folder, or fetch it once while online"
+            f"give a local folder, or fetch it once while online{similar_path(name)}"
         ) from error
 
 

@@ -192,15 +192,12 @@ class BadInputs:
             problems = pool.map(image_problem, [image for _, image in images])
             return [(number, problem) for (number, _), problem in zip(images, problems, strict=True) if problem]
 
-    def without_images(self, rows: list[Row]) -> list[Row]:
-        """Return the rows whose images can be read, each process looking at a part. Collective."""
+    def images_of_all(self, rows: Sequence[Row]) -> list[tuple[int, str]]:
+        """Return the rows whose images cannot be read, each process looking at a part. Collective."""
         if not any(row.item.images for row in rows):
-            return rows
+            return []
         shares = collectives.gather_objects_as_json(self.images_of(rows[self.session.rank :: self.session.world_size]))
-        found = sorted((number, reason) for share in shares for number, reason in share)
-        self.add(found)
-        bad = {number for number, _ in found}
-        return [row for row in rows if row.number not in bad]
+        return [(number, reason) for share in shares for number, reason in share]
 
     def save(self, target: Path) -> Path | None:
         """Write what was left out beside the vectors, one object per line. Return the file; None for nothing."""
@@ -251,9 +248,11 @@ class InputParser:
                 found.append(self._record(line, number))
             except BadRecord as error:
                 problems.append((number, str(error)))
-        self.bad.add(problems)
-        # With the first lines wrong folders are found before the model is loaded.
-        return self.bad.without_images(found) if first == 1 or self.bad.skips else found
+        if first == 1 or self.bad.skips:  # with the first lines wrong folders are found before the model is loaded
+            problems += self.bad.images_of_all(found)
+        self.bad.add(sorted(problems))
+        bad = {number for number, _ in problems}
+        return [row for row in found if row.number not in bad]
 
     def _record(self, line: str, number: int) -> Row:
         """Return the input on a line. Raise BadRecord if it cannot be encoded."""

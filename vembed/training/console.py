@@ -96,6 +96,8 @@ def setup_lines(run: Run) -> list[str]:
     sources = len(data.examples.names)
     evaluation = data.evaluation.summary() if data.evaluation is not None else "no validation data (set val_split: 0.1)"
     epochs = data.epoch_at(data.total_steps)
+    asked = session.placement.run.strategy.value
+    why = "" if asked in ("auto", session.strategy) else f" ({session.placement.decisions['strategy'].reason})"
     per_step = min(data.examples_per_step, len(data.examples))  # data smaller than one batch are one batch
     return [
         f"model: {config.model_name}, {description.family}, {description.embedding_dim:,d} dimensions, {total:,d} "
@@ -104,7 +106,7 @@ def setup_lines(run: Run) -> list[str]:
         f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs:.3g} epochs), learning rate "
         f"{config.learning_rate:g}, loss {config.loss}",
         f"device: {session.device}, {session.world_size} process{'es' if session.world_size > 1 else ''}, strategy "
-        f"{session.strategy}, mixed precision {session.mixed_precision}",
+        f"{session.strategy}{why}, mixed precision {session.mixed_precision}",
     ]
 
 
