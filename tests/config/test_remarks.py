@@ -46,6 +46,9 @@ def test_options_that_this_kind_of_model_or_optimizer_does_not_have_are_said() -
     clip = build({"model_name": tiny.tiny_clip, "data_path": "images.jsonl", "min_pixels": 9})
     assert "min_pixels: 9 has no effect on a model of the family clip" in clip.lines
     assert "adam_beta1: 0.5 has no effect with optim: sgd" in resolve({"optim": "sgd", "adam_beta1": 0.5}).notes
+    teacher = resolve({"teachers": ["me/teacher", "me/other"], "losses": [{"loss": "kl", "teacher": "me/teacher"}]})
+    (note,) = [one for one in teacher.notes if "teachers" in one]
+    assert note == "teachers: me/other has no effect: no loss follows it, and it is no guide"
     partly = build({"freeze": ["embeddings"], "torch_dtype": "bfloat16"})
     assert any("frozen tensors of partly trained towers stay float32" in line for line in partly.lines)
 

@@ -150,6 +150,9 @@ def test_mistakes_are_one_sentence(config: Path, tmp_path: Path, monkeypatch: py
         run_tune(Search(str(config), ("val_data_path=null",), tmp_path / "tune", 3))
     with pytest.raises(UserError, match="--options size: it can search learning_rate"):
         run_tune(Search(str(config), (), tmp_path / "tune", 3, ("size",)), is_dry_run=True)
+    with pytest.raises(UserError, match="--options size: it can search learning_rate"):  # before the first trial
+        run_tune(Search(str(config), (), tmp_path / "tune", 3, ("size",)))
+    assert not (tmp_path / "tune").exists()
     with pytest.raises(UserError, match="has no effect on this run"):
         run_tune(Search(str(config), (), tmp_path / "tune", 3, ("lora_r",)), is_dry_run=True)
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)

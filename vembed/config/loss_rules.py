@@ -15,6 +15,7 @@ from vembed.config.terms import (
     has_tasks,
     listed_teachers,
     losses_of,
+    needed_teachers,
     needs_whole_batch,
     run_terms,
     takes_vectors,
@@ -228,4 +229,10 @@ def loss_remarks(config: TrainConfig, set_apart: set[str]) -> list[str]:
             for name in ("guide_margin", "guide_margin_kind")
             if name in set_apart
         ]
+    needed = {one.label for one in needed_teachers(config)}
+    found += [
+        f"teachers: {one.label} has no effect: no loss follows it, and it is no guide"
+        for one in listed_teachers(config)
+        if one.label not in needed
+    ]
     return found

@@ -53,7 +53,8 @@ class CorpusFile:
         name = next((name for name in TEXT_FIELDS if isinstance(record.get(name), str)), None)
         text = titled_text(record) if name in (None, "text") else str(record[name]).strip()
         if images is None and not text:
-            raise BadRecord(f"no text and no image (it has {listed(record) or 'no fields'})")
+            fields = f"{', '.join(TEXT_FIELDS)} and image are read, and it has {listed(record) or 'no fields'}"
+            raise BadRecord(f"no text and no image ({fields})")
         given = images if isinstance(images, list) else [] if images is None else [images]
         return Item(text=text or None, images=tuple(self._image(one) for one in given))
 

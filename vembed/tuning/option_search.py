@@ -77,6 +77,7 @@ def run_tune(
     if is_dry_run:
         sys.stdout.write(_plan(search, config, workers, devices))
         return 0
+    ranges(_with_a_rate(config), search.options)  # a mistake in the options is found before the first trial
     search.folder.mkdir(parents=True, exist_ok=True)
     known = _begin(search)
     sys.stdout.write("".join(f"  {one}\n" for one in known))
