@@ -274,7 +274,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert "is not a regular file" in refused(tmp_path / "pipe.jsonl")
     (tmp_path / "more.csv").write_text("query,positive\na,b\n")
-    said = "none that `datasets` has saved; it holds circle.jsonl, more.csv, pipe.jsonl, train.jsonl"
+    said = "not saved by `datasets`; it holds circle.jsonl, more.csv, pipe.jsonl, train.jsonl"
     assert said in refused(tmp_path), "files of several kinds are not one source"
     assert "cannot be read" in refused("a\0b.jsonl")
     assert "cannot be read" in refused(f"{tmp_path}/{'n' * 300}.jsonl")
