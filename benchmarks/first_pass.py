@@ -121,7 +121,7 @@ class Opened:
     """The same of the largest process that it has started."""
 
 
-def peak_of(process: int | str) -> float:
+def peak_of(process: str) -> float:
     """Return the GiB that a process had in memory at most; 0 if it has ended. `ru_maxrss` would include that of the
     process which started it."""
     with contextlib.suppress(OSError):
@@ -132,15 +132,17 @@ def peak_of(process: int | str) -> float:
 
 
 @contextlib.contextmanager
-def peaks_of_children() -> Iterator[list[float]]:
+def peaks_of_children() -> Iterator[dict[int, float]]:
     """Collect the peaks of the processes that this one starts, again and again until they end."""
-    peaks, done = list[float](), threading.Event()
+    # The last one of each counts: before a process runs its own program it is a copy of this one.
+    peaks, done = dict[int, float](), threading.Event()
 
     def look() -> None:
         while not done.wait(0.05):
             for task in Path("/proc/self/task").iterdir():
                 with contextlib.suppress(OSError):
-                    peaks.extend(peak_of(int(one)) for one in (task / "children").read_text().split())
+                    found = {int(one): peak_of(one) for one in (task / "children").read_text().split()}
+                    peaks.update({one: peak for one, peak in found.items() if peak})
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -162,7 +164,7 @@ def opened(path: Path, cache: Path, processes: int) -> Opened:
     for index in schedule.batch(0, 0):
         store[int(index)]
     drawn = time.perf_counter()
-    return Opened(there - began, processor, drawn - there, peak_of("self"), max(others, default=0.0))
+    return Opened(there - began, processor, drawn - there, peak_of("self"), max(others.values(), default=0.0))
 
 
 def opened_anew(path: Path, cache: Path, processes: int) -> Opened:
