@@ -80,8 +80,11 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
     with main_first(session):
         sets = open_sets(config, compares=session.is_main)
-    epochs = passes(config, len(sets.examples), has_scale=describe(config).traits.has_scale_and_bias)
-    if config.epochs == "auto" and config.max_steps is None:
+    is_decided_here = config.epochs == "auto" and config.max_steps is None
+    # Only then is the model looked at: a checkpoint of another model is to be refused first.
+    has_scale = is_decided_here and describe(config).traits.has_scale_and_bias
+    epochs = passes(config, len(sets.examples), has_scale=has_scale)
+    if is_decided_here:
         log.info("epochs: %g (auto; %s)", epochs.value, epochs.reason)
     batch_schedule, total_steps = schedule_batches(config, sets.examples, session, epochs.value)
     return RunData(
