@@ -148,7 +148,7 @@ def test_beir_folder(tmp_path):
 
 @pytest.mark.parametrize("is_of_hub", [False, True])
 def test_beir_folder_in_parquet(tmp_path, is_of_hub):
-    """As single files, or as the Hub has them: shards in folders, the judgements as records."""
+    """Write a data set as single files, or as the Hub has it: shards in folders, the judgements as records."""
     folder = beir(tmp_path / "lines", ["q1\td1\t2", "q1\td2\t0", "2\td3\t1"])
     expected = opened(folder)
     place = tmp_path / "tables"
