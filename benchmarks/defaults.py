@@ -6,7 +6,7 @@ sentence-transformers.
     python -m benchmarks.defaults peers    --collection characters --size 300
     python -m benchmarks.defaults table
 
-`search`: each searched value is tried with one seed, the better half with all seeds of the search. The best mean is
+`search`: each searched value is tried with one seed, the better third with the next one, and so on. The best mean is
 then compared with the defaults on as many other seeds, so that a value gains nothing from having been lucky: the share
 is the gain of the defaults over the model as it is, of that of the best, both on these. `adapters`: the gain with
 `use_lora: true` as a share of that of all weights, in the same steps. `search --option use_lora=true` searches for
@@ -27,7 +27,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,15 +48,17 @@ RATES = (0.5, 2.0)
 PASSES = (0.5, 2.0)
 """Passes over the data that are tried, as multiples of those by default."""
 SEARCHED: list[Options] = [
-    {"temperature": 0.02},
-    {"temperature": 0.1},
     {"batch_size": 16},
     {"batch_size": 64},
-    {"bidirectional": True},
     {"warmup_ratio": 0.0},
     {"weight_decay": 0.1},
 ]
 """Values that are tried by hand, one option at a time, besides learning rates and epochs."""
+OF_LOSS: dict[str, list[Options]] = {
+    "infonce": [{"temperature": 0.02}, {"temperature": 0.1}, {"bidirectional": True}],
+    "cosent": [{"temperature": 0.05}, {"temperature": 0.2}],
+}
+"""Those that depend on the loss: on both sides of its default temperature, and negatives on both sides."""
 OF_ADAPTERS: list[Options] = [{"lora_r": 8}, {"lora_r": 64}]
 """Values that are tried with `--option use_lora=true` too."""
 
@@ -252,24 +254,33 @@ def peers(arguments: argparse.Namespace, known: Sequence[Options]) -> Iterator[O
 
 
 def search(trial: Trial) -> None:
-    """Try each value with the first seed, the better half with all, and the best with other seeds."""
+    """Try each value with the first seed, the better third with the next, and so on; the best one with other seeds."""
     given = trial.arguments
     trial.before()
+    seeds = range(given.seeds)
+    kept = searched(trial)
+    for seed in seeds:
+        confirm(trial, [{}, *kept], [seed])
+        kept.sort(key=lambda one: _mean(trial, one, range(seed + 1)), reverse=True)
+        kept = kept[: -(-len(kept) // 3)]
+    if kept and _mean(trial, kept[0], seeds) > _mean(trial, {}, seeds):
+        confirm(trial, [{}, kept[0]], range(given.seeds, 2 * given.seeds))
+
+
+def searched(trial: Trial) -> list[Options]:
+    """Return the values to try."""
+    given = trial.arguments
     has_adapters = dict(given.option).get("use_lora", False)
     rates = given.rates or [float(f"{times * trial.default_rate():.2g}") for times in given.times]
-    tried: list[Options] = [{"learning_rate": rate} for rate in rates]
     epochs = epochs_for(given.size, from_scratch=given.family in INITIAL, has_scale="clip" in given.family)
+    tried: list[Options] = [{"learning_rate": rate} for rate in rates]
     tried += [{"epochs": times * epochs} for times in PASSES]
-    tried += SEARCHED + (OF_ADAPTERS if has_adapters else [])
-    if given.only:
-        tried = [one for one in tried if set(one) & set(given.only)]
-    seeds = range(given.seeds)
-    first = sorted(tried, key=lambda one: trial.score(one, 0), reverse=True)
-    kept = [{}, *first[: -(-len(first) // 2)]]
-    confirm(trial, kept, seeds)
-    best = max(kept, key=lambda one: statistics.mean(trial.score(one, seed) for seed in seeds))
-    if best:
-        confirm(trial, [{}, best], range(given.seeds, 2 * given.seeds))
+    tried += SEARCHED + OF_LOSS[trial.data.loss] + (OF_ADAPTERS if has_adapters else [])
+    return [one for one in tried if not given.only or set(one) & set(given.only)]
+
+
+def _mean(trial: Trial, options: Options, seeds: Iterable[int]) -> float:
+    return statistics.mean(trial.score(options, seed) for seed in seeds)
 
 
 def adapters(trial: Trial) -> None:
