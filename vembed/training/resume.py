@@ -14,7 +14,7 @@ from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.saving.durability import write_durably
 from vembed.training.finished import FINAL, FinishedRun, finished_run
-from vembed.training.integrity import MANIFEST, STATE, list_checkpoints
+from vembed.training.integrity import MANIFEST, STATE, list_checkpoints, step_of
 
 log = logging.getLogger("vembed")
 
@@ -116,6 +116,7 @@ def candidates(config: TrainConfig) -> list[Path]:
     finished run is refused: only the user knows whether to resume or to keep the old run.
     """
     output = Path(config.output_dir)
+    _refuse_inside_a_run(output)
     # Newest first: a damaged one is passed over for the one before.
     own = [path for _, path in reversed(list_checkpoints(output))]
     finished = finished_run(output)
@@ -146,6 +147,20 @@ def candidates(config: TrainConfig) -> list[Path]:
             f"resume: {wanted} is of another run, and output_dir: {output} holds {held}: choose another output_dir"
         )
     return found
+
+
+def _refuse_inside_a_run(output: Path) -> None:
+    """Raise UserError if output_dir is a model or a checkpoint of a run, or inside one: what is there is replaced or
+    removed with it, and published with the model."""
+    place = output.resolve()
+    for folder in (place, *place.parents):
+        is_model = folder.name == FINAL and any((folder / name).is_file() for name in ("config.json", "modules.json"))
+        if is_model or (step_of(folder.name) is not None and (folder / MANIFEST).is_file()):
+            inside = "is" if folder == place else "is inside"
+            what = "the model of a run, and would be replaced and published with it"
+            if not is_model:
+                what = "a checkpoint of a run, and would be removed with it"
+            raise UserError(f"output_dir: {output} {inside} {folder}, {what}: choose a folder outside of it")
 
 
 def refuse_own_model(config: TrainConfig) -> None:
