@@ -125,11 +125,35 @@ def test_tables_that_cannot_be_read(tmp_path):
     for name, content, message in (
         ("a.parquet", b"nothing", "cannot be read as Parquet"),
         ("a.csv", b"id,text\n1,a,b\n", "row 1: the number of cells is 3, and the header has 2"),
-        ("b.csv", b"id,text\n1,\xff\n", "row 1 is not UTF-8"),
+        ("b.csv", b"id,text\n1,\xff\n", "row 1: not UTF-8"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=message):
             run_encode(model, str(tmp_path / name), str(tmp_path / "out.npy"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "bad"),
+    [
+        ("a.csv", 'id,text\n1,one\n2,two,three\n\n4,"four\n5,five\n', {2: "the number of cells is 3", 3: "not CSV"}),
+        ("a.tsv", 'id\ttext\n1\t"one\n2\n5\tfive\n', {2: "the number of cells is 1"}),
+    ],
+)
+def test_rows_that_are_no_rows_are_left_out(tmp_path, name, content, bad):
+    model, path, target = str(shared(tiny_bert_st)), tmp_path / name, tmp_path / "out.parquet"
+    path.write_text(content)
+    with pytest.raises(UserError, match=f"cannot be encoded, mend them, .*\n  .*{name}, row 2: the number of cells is"):
+        run_encode(model, str(path), str(target))
+    run_encode(model, str(path), str(target), on_bad_record="skip")
+    assert pq.read_table(target).column("id").to_pylist() == ["1", "5"]  # a quote that stays open takes no row along
+    skipped = [json.loads(line) for line in target.with_suffix(".skipped.jsonl").read_text().splitlines()]
+    assert {one["row"]: bad[one["row"]] in one["reason"] for one in skipped} == dict.fromkeys(bad, True)
+
+
+def test_a_line_that_is_nested_too_deeply(tmp_path):
+    (tmp_path / "b.jsonl").write_text('"one"\n' + "[" * 100_000 + "]" * 100_000)
+    with pytest.raises(UserError, match=r"b\.jsonl:2 is nested too deeply"):
+        run_encode(str(shared(tiny_bert_st)), str(tmp_path / "b.jsonl"), str(tmp_path / "out.npy"))
 
 
 def test_a_column_of_plain_text_is_refused(texts, tmp_path):

@@ -277,6 +277,10 @@ class InputParser:
             value = json.loads(line)
         except ValueError as error:
             raise BadRecord(f"{where} is not JSON ({error}); for plain text use --input-format text") from error
+        except RecursionError as error:
+            raise BadRecord(f"{where} is nested too deeply to be read") from error
+        if self.of_rows and isinstance(value, str):  # the reason why the row cannot be read
+            raise BadRecord(f"{where}: {value}")
         identity = None
         if isinstance(value, dict):
             found = next((value[name] for name in ID_COLUMNS if value.get(name) is not None), None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import csv
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -12,11 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vembed.data.delimited import delimiter_of
+from vembed.data.delimited import DelimitedFile
+from vembed.data.examples import BadRecord
 from vembed.data.opening import kind_of
-from vembed.data.readers import MAX_RECORD
 from vembed.data.tables import is_saved_dataset, saved_split
 from vembed.errors import UserError
+from vembed.mining.record_tables import AnyColumns
 
 DELIMITED = {".csv": ",", ".tsv": "\t"}
 PARQUET = (".parquet", ".pq")
@@ -29,11 +28,12 @@ def is_table(path: Path) -> bool:
 
 
 def num_rows(path: Path) -> int | None:
-    """Return the number of rows if the table stores it."""
+    """Return the number of rows if the table stores it. Raise UserError if the table cannot be read."""
     if path.is_dir():
         return len(_saved(path))
     path.open("rb").close()  # a file that is missing is said as for lines, not in Arrow's words
     if path.suffix.lower() not in PARQUET:
+        _delimited(path)  # its header
         return None
     try:
         return int(pq.read_metadata(path).num_rows)
@@ -42,7 +42,10 @@ def num_rows(path: Path) -> int | None:
 
 
 def table_rows(path: Path, wanted: Collection[str]) -> Iterator[bytes]:
-    """Yield every row as one object. Of Parquet and data sets only the wanted columns are read, if there are any."""
+    """Yield every row as one object, and a row of CSV or TSV that cannot be read as a string, the reason.
+
+    Of Parquet and data sets only the wanted columns are read, if there are any.
+    """
     if path.is_dir():
         dataset = _saved(path)
         columns = [name for name in dataset.column_names if name in wanted] or dataset.column_names
@@ -58,23 +61,13 @@ def table_rows(path: Path, wanted: Collection[str]) -> Iterator[bytes]:
                 for row in batch.to_pylist():
                     yield json.dumps(row, default=str).encode()
         return
-    # The csv module's own limit is 131,072 characters, for all readers of the process.
-    csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
-    expected = DELIMITED[path.suffix.lower()]
-    with path.open("rb") as raw:
-        if raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise UserError(f"{path} is UTF-16 text: save it as UTF-8")
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
-        delimiter = delimiter_of(text.readline(), expected)
-        text.seek(0)
-        rows = csv.reader(text, delimiter=delimiter)
-        header = next(rows, [])
-        for number, row in enumerate((row for row in rows if row), 1):
-            if len(row) != len(header):
-                sizes = f"the number of cells is {len(row):,d}, and the header has {len(header):,d}"
-                raise UserError(f"{path}, row {number:,d}: {sizes}")
-            cells = {name: cell or None for name, cell in zip(header, row, strict=True)}
-            yield json.dumps(cells, ensure_ascii=False).encode(errors="surrogateescape")
+    for _, _, _, record in _delimited(path).scan():
+        row = str(record) if isinstance(record, BadRecord) else record
+        yield json.dumps(row, ensure_ascii=False).encode(errors="surrogateescape")
+
+
+def _delimited(path: Path) -> DelimitedFile:
+    return DelimitedFile(path, DELIMITED[path.suffix.lower()], AnyColumns())
 
 
 def _saved(folder: Path) -> Any:
