@@ -8,7 +8,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.mining.data import MARGIN, documents, model, read_lines, run, score_matrix, write_data, write_lines
+from tests.mining.data import (
+    MARGIN,
+    NUM_ROWS,
+    assert_same_rows,
+    documents,
+    model,
+    read_lines,
+    run,
+    score_matrix,
+    write_data,
+    write_lines,
+)
 from tests.tiny import texts
 from vembed import UserError, mine
 from vembed.config.schema import TrainConfig
@@ -368,3 +379,12 @@ def test_an_index_of_the_same_documents_in_another_order_is_not_used(options, tm
     again, _ = run(options)
     afresh, _ = run(options, output_path=str(tmp_path / "afresh.jsonl"))
     assert again == afresh
+
+
+def test_other_queries_with_the_same_positives_are_searched_for_anew(tmp_path):
+    options = {**write_data(tmp_path), "work_dir": str(tmp_path / "work")}
+    run(options)
+    found = documents()
+    rows = [{"query": found[-number - 1].partition(" ")[2], "positive": found[number]} for number in range(NUM_ROWS)]
+    write_lines(tmp_path / "train.jsonl", rows)
+    assert_same_rows(run(options)[0], run(options, work_dir=str(tmp_path / "empty"))[0])

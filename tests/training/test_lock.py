@@ -112,7 +112,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ({}, "of an earlier run"),
         ({"output_dir": "run/final"}, r"output_dir: run/final is /.*/run/final, the model of a run, .* outside of it"),
         ({"output_dir": "run/final/b/c", "resume": "auto"}, "c is inside .*/run/final, the model of a run"),
-        ({"output_dir": "run/checkpoint-2/b", "overwrite": True}, "is inside .*/run/checkpoint-2, a checkpoint of a run"),
+        (
+            {"output_dir": "run/checkpoint-2/b", "overwrite": True},
+            "is inside .*/run/checkpoint-2, a checkpoint of a run",
+        ),
     ],
 )
 def test_a_refused_start_changes_nothing(

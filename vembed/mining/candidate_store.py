@@ -195,13 +195,12 @@ class CandidateStore:
             for one in self._retrievers
         ]
         arrays = (
-            documents.exact, self._excluded.queries, self._excluded.documents, self._known.positives.queries,
-            self._known.positives.documents,
+            documents.exact, self._known.exact, self._excluded.queries, self._excluded.documents,
+            self._known.positives.queries, self._known.positives.documents,
         )  # fmt: skip
         sums = [array_identity(one) for one in arrays]
-        queries = [int(self._known.first_row.sum()), self._known.num_queries, documents.num_candidates]
         claims = self._claims is not None
-        return short_hash(retrievers, config.top_k, config.fusion, config.rrf_k, sums, queries, claims)
+        return short_hash(retrievers, config.top_k, config.fusion, config.rrf_k, sums, documents.num_candidates, claims)
 
     def _path(self, first: int) -> Path:
         last = min(first + CHUNK, self._known.num_queries)
@@ -232,9 +231,8 @@ def encode_all(
     place = folder / "vectors" / encoder_identity(retriever, config, precision)
     # Loaded at most once, and only where vectors are missing.
     load: Callable[[], Encoder] = cache(lambda: load_encoder(retriever, config, session.device, precision))
-    query_keys = np.array([known.item(query).key() for query in range(known.num_queries)], np.int64)
     of_documents = VectorStore(place, "document", documents.exact, config.vector_dtype)
-    of_queries = VectorStore(place, "query", query_keys, config.vector_dtype)
+    of_queries = VectorStore(place, "query", known.exact, config.vector_dtype)
     num_encoded = 0
     for store, item, what in ((of_queries, known.item, "queries"), (of_documents, documents.item, "documents")):
         num_encoded += encode_missing(store, load, item, session, f"{retriever.model}: encoding {what}")

@@ -66,6 +66,7 @@ class Known:
     def __init__(self, rows: RowSource, documents: Documents, options: DataOptions) -> None:
         self._rows = rows
         queries, first_rows, place = array("q"), array("q"), dict[int, int]()
+        exact = array("q")
         positives, negatives, own = _PairList(), _PairList(), _PairList()
         ids = _Ids(options)
         for row in range(len(rows)):
@@ -76,6 +77,7 @@ class Known:
             queries.append(query)
             if query == len(first_rows):
                 first_rows.append(row)
+                exact.append(example.query.key())
                 own.add(query, key)
             for item in example.positives:
                 positives.add(query, content_key(item))
@@ -84,6 +86,8 @@ class Known:
             ids.add(query, rows.record(row))
         self.query_of_row = np.array(queries, np.int64)
         self.first_row = np.array(first_rows, np.int64)
+        self.exact = np.array(exact, np.int64)
+        """Key of each query as it is encoded: it differs where spaces or case differ."""
         by_id, self.notes = ids.pairs(documents, _qrels(options))
         self.positives = Pairs.union([positives.pairs(documents), by_id])
         """Known positives of each query: of all its rows, by content, and by id."""

@@ -98,7 +98,6 @@ class OwnMiner:
         self.documents = open_documents(data, rows)
         self._known = Known(rows, self.documents, data)
         self._excluded = self._known.excluded(with_negatives=True)
-        self._query_keys = np.array([self._known.item(query).key() for query in range(self.num_queries)], np.int64)
         self._unit = config.similarity == "cosine"
         self.fingerprint = short_hash(array_identity(self.documents.exact))
         """Hash of the documents in their order: numbers of documents mean the same only where it is the same."""
@@ -122,7 +121,7 @@ class OwnMiner:
         # Vectors of other weights must not be taken for those of now.
         self._clear(folder)
         stores = [
-            VectorStore(folder, "query", self._query_keys, "float32"),
+            VectorStore(folder, "query", self._known.exact, "float32"),
             VectorStore(folder, "document", self.documents.exact, "float32"),
         ]
         for store, item in zip(stores, (self._known.item, self.documents.item), strict=True):
