@@ -105,6 +105,25 @@ def test_the_answers_change_with_the_model_and_its_settings(tmp_path: Path, conf
     assert run(1, changed, tmp_path) == [{"bert": 90, "reranker": 0}]
 
 
+def vectors_of(config: TrainConfig, cache: Path, items: list[Item]) -> np.ndarray:
+    """The vectors of a teacher for items as queries, asked for one after the other."""
+    with start_session(config) as session:
+        teachers = Teachers(config, session, cache)
+        keys = [teachers._key("bert", item, True) for item in items]
+        asked = [
+            teachers.vectors["bert"].answers([key], [(item, "query")]) for key, item in zip(keys, items, strict=True)
+        ]
+    return np.concatenate(asked)
+
+
+def test_answers_do_not_depend_on_what_was_asked_for_first(tmp_path: Path, config: TrainConfig) -> None:
+    text = texts(1, seed=3, shortest=12, longest=12)[0]
+    items = [Item(text), Item(text, prompt="find: "), Item(text, max_length=5)]
+    found = vectors_of(config, tmp_path / "a", items)
+    np.testing.assert_allclose(vectors_of(config, tmp_path / "b", items[::-1])[::-1], found, atol=1e-6)
+    assert np.abs(found[0] - found[1]).max() > 0.01 < np.abs(found[0] - found[2]).max()
+
+
 def test_a_second_start_takes_no_time(tmp_path: Path) -> None:
     """100,000 answers: what a start does with them is to look at the files and at the keys."""
     store = RowStore(tmp_path, "identity", KIND)

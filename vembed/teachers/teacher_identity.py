@@ -13,7 +13,7 @@ from vembed.data.file_content import add_content
 from vembed.data.row_store import KEY_BYTES
 from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT
 
-FORMAT = 1
+FORMAT = 2
 """Version of the identities. Increase it when a teacher gives other answers for the same files and settings."""
 SAMPLE = 2**20
 """Bytes that are read at the beginning, middle and end of a large file."""
@@ -35,6 +35,19 @@ def teacher_identity(folder: Path, teacher: Teacher, kind: str, arithmetic: str)
 
 def item_key(item: Item, kind: Kind | None) -> bytes:
     """Return the key of an input in a role; `None` if the role makes no difference to the teacher."""
+    digest = _content(item, kind)
+    if item.prompt is not None or item.max_length is not None:  # its own, in place of the teacher's
+        digest.update(b"\0p" + json.dumps([item.prompt, item.max_length]).encode())
+    return digest.digest()
+
+
+def pair_key(query: Item, document: Item) -> bytes:
+    """Return the key of a (query, document) pair. Rerankers know no prompts."""
+    contents = _content(query, "query").digest() + _content(document, "document").digest()
+    return hashlib.blake2b(contents, digest_size=KEY_BYTES).digest()
+
+
+def _content(item: Item, kind: Kind | None) -> hashlib.blake2b:
     digest = hashlib.blake2b((kind or "").encode(), digest_size=KEY_BYTES)
     if item.text is not None:
         # The letters tell a text from an image; lengths keep (a, bc) and (ab, c) apart.
@@ -42,9 +55,4 @@ def item_key(item: Item, kind: Kind | None) -> bytes:
     for image in item.images:
         identity = lasting_identity(image)
         digest.update(b"\0i" + len(identity).to_bytes(8, "little") + identity)
-    return digest.digest()
-
-
-def pair_key(query: Item, document: Item) -> bytes:
-    """Return the key of a (query, document) pair."""
-    return hashlib.blake2b(item_key(query, "query") + item_key(document, "document"), digest_size=KEY_BYTES).digest()
+    return digest
