@@ -122,6 +122,17 @@ def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(config, t
     assert "guard/general/ndcg@10" in (result.model_dir / "README.md").read_text()
 
 
+@pytest.mark.parametrize("max_drop", [1.0, None])
+def test_a_run_that_a_guard_ended_goes_on_with_weaker_guards_or_none(config, tmp_path, max_drop):
+    guard = pairs(tmp_path / "general.jsonl", 40)
+    options = {"eval_steps": 1, "save_steps": 1, "max_steps": 40, "learning_rate": 0.2, "warmup_steps": 10}
+    ended = vembed.train({**config, **options, "guards": [{"path": str(guard), "max_drop": 0.1}]}).steps
+    weaker = None if max_drop is None else [{"path": str(guard), "max_drop": max_drop}]
+    result = vembed.train({**config, **options, "guards": weaker, "resume": True, "patience": 1})
+    assert result.steps > ended
+    assert "; final/ is the checkpoint of step" not in (result.output_dir / "report.md").read_text()
+
+
 def test_a_guard_that_falls_at_once_leaves_nothing_to_save(config, tmp_path):
     given = texts(20)
     scores = vembed.Embedder(config["model_name"], device="cpu").score([(given[0], one) for one in given])

@@ -123,12 +123,16 @@ def test_scores_of_another_judge_are_forgotten(tmp_path, option, value):
     with starting(tmp_path) as run:
         run.resume().train()
         scores = {"before": {"ndcg@10": 0.1}, "scores": {"ndcg@10": 0.9}, "scored_step": 1}
-        run.state |= {"best": 0.9, "best_step": 1, "best_scores": {"ndcg@10": 0.9}, **scores}
+        patience = {"best": 0.9, "best_step": 1, "count": 3}
+        hooks = {"guards": {"before": {}}, "patience": patience}
+        run.state |= {"best": 0.9, "best_step": 1, "best_scores": {"ndcg@10": 0.9}, **scores, "hooks": hooks}
         run.save()
     with starting(tmp_path, resume=True) as run:
-        assert run.resume().state["best"] == 0.9
+        assert (state := run.resume().state)["best"] == 0.9
+        assert state["hooks"] == hooks
+    scores["hooks"] = {"guards": {"before": {}}}
     if option == "val_data_path":  # what was measured on other data is neither a start nor an end for this run
-        scores = {"before": {}, "scores": {}, "scored_step": None}
+        scores |= {"before": {}, "scores": {}, "scored_step": None}
     with starting(tmp_path, resume=True, **{option: value}) as run:
         assert run.resume().state == {**asdict(LoopState(step=1)), **scores}
 

@@ -46,6 +46,7 @@ from vembed.saving.durability import way_out
 from vembed.training import checkpoint_schema, integrity
 from vembed.training.finished import NothingLeft, finished_run, forget_finished
 from vembed.training.integrity import ABANDONED, DAMAGED, PARTIAL, STATE, checkpoint_name, list_checkpoints
+from vembed.training.patience import Patience
 from vembed.training.resume import (
     JUDGES,
     Difference,
@@ -232,9 +233,10 @@ class Checkpointer:
         if changed:
             log.info("the best score is reset (eval_metric or the evaluation data changed)")
             state |= {"best": None, "best_step": None, "best_scores": {}}
+            state["hooks"].pop(Patience.name, None)  # it counts since that score
         if "val_data_path" in changed:
             # Scores on other data do not belong in this run's report and do not count as an evaluation of this step.
-            state |= {"before": {}, "scores": {}, "scored_step": None}
+            state |= {"before": {}, "scores": {}, "scored_step": None, "held_scores": {}}
         return state
 
     def load_weights(

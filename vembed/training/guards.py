@@ -62,6 +62,7 @@ class Guards(Hook):
         if fallen:
             state.fell = f"guard after step {evaluation.step:,d}: {'; '.join(fallen)}"
             return state.fell
+        state.fell = None  # of a run that was resumed after a guard had ended it
         has_checkpoint = rhythm.save_steps is not None and evaluation.step % rhythm.save_steps == 0
         takes_best = rhythm.keeps_best and state.best_step is not None
         if evaluation.step > 0 and has_checkpoint:

@@ -365,6 +365,8 @@ class Trainer:
         state = LoopState.restored(
             self.checkpointer.load(resume_from, parts.model, parts.loss, parts.optimizer, tensors)
         )
+        if not self.config.guards:  # the guard that ended the run is no longer asked for
+            state.fell = None
         self.hooks.load_states(state.hooks)
         self.clock.resume(state.seconds)
         return state
