@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.files import RECORDS, open_path, refused, write_format, write_jsonl
+from tests.data.files import RECORDS, config, open_path, refused, write_format, write_jsonl
 from tests.data.pictures import write
 from vembed.data import opening, parquet_table, sources
+from vembed.data.sources import open_examples
 
 # ---- Parquet -------------------------------------------------------------------------------------------------------
 
@@ -97,6 +98,16 @@ def test_the_first_pass_is_made_once(tmp_path: Path, kind: str, passes: list[str
     assert (again.kind, again.num_skipped) == (first.kind, 1)
     assert all(again[i] == first[i] and again.keys(i) == first.keys(i) for i in range(len(first)))
     assert "1 of 41 records cannot be used" in refused(path, no_duplicates=True)
+
+
+@pytest.mark.usefixtures("eager_cache")
+def test_a_mapping_that_no_record_matches_is_refused_after_a_run_with_several_sources(tmp_path: Path) -> None:
+    one, two = (write_jsonl(tmp_path / name, RECORDS) for name in ("a.jsonl", "b.jsonl"))
+    mapping = {"querry": "query"}
+    said = refused(one, column_mapping=mapping)
+    assert "column_mapping names querry, which no record has" in said
+    assert len(open_examples(config(column_mapping=mapping), [str(one), str(two)])) == 2 * len(RECORDS)
+    assert refused(one, column_mapping=mapping) == said
 
 
 @pytest.mark.usefixtures("eager_cache")

@@ -316,6 +316,7 @@ def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Pat
         losses,
         max_negatives,
         with_keys,
+        *([True] if may_miss and mapping else []),  # names that no record has are let pass
     ]
     kept = IndexCache(cache, reader.files(), options)
     # Without the unpacked rows, to which an index points, the pass is made again.
