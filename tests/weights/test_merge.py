@@ -154,6 +154,20 @@ def test_mean_of_the_last_checkpoints_of_a_run(runs, tmp_path):
     assert any(np.abs(steps[0][name] - steps[2][name]).max() > 1e-4 for name in found)
 
 
+def test_checkpoints_of_a_run_whose_loss_has_learned_weights(tmp_path):
+    config = {
+        "model_name": str(shared(tiny_bert_st)), "data_path": str(pairs(tmp_path / "train.jsonl", 16)),
+        "batch_size": 4, "report_to": "none", "max_steps": 2, "save_steps": 1, "save_total_limit": 2,
+        "output_dir": str(tmp_path / "run"), "losses": [{"loss": "infonce"}, {"loss": "embedding"}],
+        "teachers": [str(shared(tiny_bert, hidden=16))],
+    }  # fmt: skip
+    vembed.train(config)
+    vembed.merge(tmp_path / "run" / "checkpoint-2", tmp_path / "m2", "task_arithmetic", base=shared(tiny_bert_st))
+    final, found = weights_of(tmp_path / "run" / "final"), weights_of(tmp_path / "m2")
+    for name, value in found.items():
+        np.testing.assert_allclose(value, final[name], atol=1e-6)
+
+
 def test_an_adapter_counts_as_the_whole_model(runs, tmp_path):
     _, lora = runs
     vembed.merge([lora / "final", shared(tiny_bert_st)], tmp_path / "out", "weighted", weights=[1, 3])

@@ -6,16 +6,20 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import needed_teachers
 from vembed.distributed.parameters import full_state_dict
 from vembed.errors import UserError
 from vembed.families.decisions import describe
 from vembed.families.model_files import read_model
 from vembed.losses.build import build_loss
+from vembed.losses.projection import EmbeddingDistillation
 from vembed.models.embedding_model import build_model, load_embedder
 from vembed.models.precision import saved_dtype
 from vembed.models.rounded import store_rounded
@@ -65,12 +69,19 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
     description = describe(config)
     embedder = build_model(config, description)
     scale, bias = embedder.initial_scale_and_bias() or (None, None)
-    loss = build_loss(config, mrl_dims=description.mrl_dims, start_scale=scale, start_bias=bias)
+    size = description.embedding_dim
+    loss = build_loss(
+        config, mrl_dims=description.mrl_dims, start_scale=scale, start_bias=bias, embedding_dim=size,
+        teacher_dims={one.label: size for one in needed_teachers(config)},
+    )  # fmt: skip
     # The loss is built only for its learned scale and bias, which are stored beside the weights; no optimizer state is
     # read.
     reader = CheckpointReader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata
     shapes = {key: list(one.size) for key, one in entries.items() if isinstance(one, TensorStorageMetadata)}
+    for name, part in loss.named_modules(prefix="loss"):
+        if isinstance(part, EmbeddingDistillation):  # the checkpoint knows the teacher's size, without the teacher
+            part.projection = nn.Parameter(torch.empty(shapes[f"{name}.projection"]))
     quieten_torch()
 
     def fill(tensors: dict[str, Any]) -> None:
