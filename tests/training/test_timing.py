@@ -20,6 +20,7 @@ from vembed.training.profiling import Profile
         ([2, 4], range(3, 6), "steps 3 to 4"),  # resumed within
         ([2, 3], [1, 2, 2, 3, 4], "steps 2 to 3"),  # a step that is replayed after it ran out of memory
         ([2, 3], range(4, 6), None),
+        ([2, 5], range(1, 4), "steps 2 to 3"),  # ended by patience, a guard, a time limit, a signal or an error
     ],
 )
 def test_a_trace_of_the_steps_that_there_are(
@@ -32,6 +33,8 @@ def test_a_trace_of_the_steps_that_there_are(
         profile.before_step(step)
         if step != following:
             profile.on_step(StepReport(step, epoch=0.0))
+    profile.close()
+    assert profile.profiler is None
     trace = tmp_path / "trace-rank0.json"
     assert trace.exists() is (recorded is not None)
     if recorded is not None:

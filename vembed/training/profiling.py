@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from vembed.config.schema import TrainConfig
-from vembed.training.hooks import Hook, StepReport
+from vembed.training.hooks import Hook, Run, StepReport
 
 log = logging.getLogger("vembed")
 
@@ -25,6 +25,8 @@ class Profile(Hook):
                 log.warning("profile_steps: %s is after the run's last step, %d", config.profile_steps, total_steps)
         self.path = Path(config.output_dir) / f"trace-rank{rank}.json"
         self.profiler: torch.profiler.profile | None = None
+        self._last: int | None = None
+        """Last step that was recorded."""
 
     def before_step(self, step: int) -> None:
         """Start recording before the first chosen step (steps count from 1), or before the first one left in a
@@ -35,9 +37,22 @@ class Profile(Hook):
             self.profiler.start()
 
     def on_step(self, report: StepReport) -> None:
-        """Stop after the last chosen step and write the trace."""
-        if self.range and self.profiler is not None and report.step == self.range[1]:
-            self.profiler.stop()
-            self.profiler.export_chrome_trace(str(self.path))
-            self.profiler = None
-            log.info("profile: steps %d to %d are in %s", *self.range, self.path)
+        """Write the trace after the last chosen step."""
+        if self.range and self.profiler is not None:
+            self._last = report.step
+            if report.step == self.range[1]:
+                self.close()
+
+    def on_finish(self, run: Run) -> None:
+        """Write the trace of a run that has ended before the last chosen step."""
+        self.close()
+
+    def close(self) -> None:
+        """Stop recording and write the steps that there are."""
+        profiler, self.profiler = self.profiler, None
+        if self.range is None or profiler is None:
+            return
+        profiler.stop()
+        if self._last is not None:
+            profiler.export_chrome_trace(str(self.path))
+            log.info("profile: steps %d to %d are in %s", self.range[0], self._last, self.path)
