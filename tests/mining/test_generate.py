@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -13,8 +14,10 @@ from tests.mining.test_judges import endpoint, serve
 from tests.tiny import shared, tiny_qwen3
 from vembed import UserError, generate
 from vembed.config.schema import TrainConfig
+from vembed.data.examples import Item
 from vembed.data.sources import open_examples
 from vembed.errors import RunError
+from vembed.mining.kinds import docstring_function
 from vembed.mining.writers import cleaned
 from vembed.tools.mine_command import run_generate
 
@@ -79,6 +82,12 @@ def test_each_document_gets_the_first_kind_that_fits(options, tmp_path):
     assert sum(result.kept.values()) == result.num_rows == 7
     store = open_examples(TrainConfig(model_name="m", data_path="x"), str(tmp_path / "pairs.jsonl"))
     assert len(store) == 7
+
+
+@pytest.mark.parametrize("before", ["import os\n\x0c\n", 'A = "one\u2028two"\r\n'])
+def test_lines_of_a_source_are_those_that_python_counts(before):
+    (query, positive), *_ = docstring_function({}, Item(text=before + FUNCTION), np.random.default_rng(0))
+    assert (query, positive.strip()) == WANTED["f"][1:]
 
 
 def test_kinds_that_are_asked_for(options):

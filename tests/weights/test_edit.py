@@ -16,7 +16,7 @@ from vembed.cli import app
 from vembed.config.schema import TrainConfig
 from vembed.distributed.session import start_session
 from vembed.weights.directions import directions, erasure, linear_probe, projection
-from vembed.weights.edit import edit, pareto_front
+from vembed.weights.edit import _texts, edit, pareto_front
 from vembed.weights.residual_writers import writers_of
 
 COUNT = 200
@@ -180,6 +180,11 @@ def test_a_search_draws_a_front_and_takes_the_best_that_holds(model, files, tmp_
     for kind in ("svg", "png"):
         assert (tmp_path / "out" / f"trials.{kind}").stat().st_size > 1000
     assert pareto_front([(0.5, 0.9), (0.6, 0.8), (0.9, 1.0), (0.5, 0.9)]) == [0, 2, 3]
+
+
+def test_a_text_is_a_line_of_the_file(tmp_path):
+    (tmp_path / "windows.txt").write_bytes("\ufeffone\r\ntwo\u2028and\x0cmore\r\n\r\nthree".encode())
+    assert _texts(tmp_path / "windows.txt") == ("one", "two\u2028and\x0cmore", "three")
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def docstring_function(record: dict[str, Any], item: Item, random: np.random.Gen
             continue
         docstring = ast.get_docstring(node)
         if docstring and _is_long(docstring, SHORTEST_QUERY):
-            lines = text.splitlines()
+            lines = re.split(r"\r\n?|\n", text)  # as Python counts them: a form feed ends no line
             # From `def` on, without decorators, to the line before the docstring; then all behind it.
             head = lines[node.lineno - 1 : node.body[0].lineno - 1]
             body = lines[(node.body[0].end_lineno or node.body[0].lineno) : node.end_lineno]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import json
 import os
 import sysconfig
@@ -104,7 +105,7 @@ def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
         tree = ast.parse(source)
     except (SyntaxError, UnicodeDecodeError):  # a few files are invalid on purpose (samples of lib2to3 and encodings)
         return
-    lines = source.splitlines(keepends=True)
+    lines = list(io.StringIO(source))  # as Python counts them: a form feed ends no line
     for node in sorted(_functions(tree), key=lambda node: node.lineno):
         docstring = ast.get_docstring(node)
         if docstring is None or len(node.body) - 1 < MIN_BODY_STATEMENTS:

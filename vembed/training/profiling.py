@@ -45,6 +45,7 @@ class Profile(Hook):
 
     def on_finish(self, run: Run) -> None:
         """Write the trace of a run that has ended before the last chosen step."""
+        del run
         self.close()
 
     def close(self) -> None:

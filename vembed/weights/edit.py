@@ -116,7 +116,8 @@ def _texts(given: str | Path | Sequence[str]) -> tuple[str, ...]:
     if not isinstance(given, str | Path):
         return tuple(given)
     try:
-        lines = Path(given).read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): it splits at line separators inside a text too, and pairs of the two files would shift.
+        lines = Path(given).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{given} cannot be read as a file of texts, one per line: {error}") from error
     return tuple(line for line in lines if line.strip())
