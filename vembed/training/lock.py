@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import threading
 import time
 from contextlib import suppress
@@ -38,6 +39,8 @@ class OutputLock:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / LOCK
+        # Of no other process: process 1 of several containers may look at the same folder.
+        self._own = folder / f"{LOCK}.{secrets.token_hex(8)}"
         self._content = b""
         self._made: list[Path] = []
         """Folders that did not exist before; removed at the exit if they are empty."""
@@ -96,11 +99,10 @@ class OutputLock:
 
     def _create(self, content: bytes) -> bool:
         """Create the file with its content, unless it exists. Return whether it was created."""
-        own = self.path.with_name(f"{LOCK}.{os.getpid()}")
-        own.write_bytes(content)
+        self._own.write_bytes(content)
         try:
             # A link appears with its content; a created file would be empty for a moment.
-            os.link(own, self.path)
+            os.link(self._own, self.path)
         except FileExistsError:
             return False
         except OSError:  # a file system without hard links
@@ -111,7 +113,7 @@ class OutputLock:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
         finally:
-            own.unlink(missing_ok=True)
+            self._own.unlink(missing_ok=True)
         return True
 
     def _dead_owner(self) -> str:
@@ -136,9 +138,8 @@ class OutputLock:
 
     def _replace(self, content: bytes, owner: str) -> None:
         """Put this run's lock in the place of a dead owner's."""
-        own = self.path.with_name(f"{LOCK}.{os.getpid()}")
-        own.write_bytes(content)
-        own.replace(self.path)
+        self._own.write_bytes(content)
+        self._own.replace(self.path)
         # Several starts may replace the same dead lock: the last one to write wins, and each of them looks again.
         time.sleep(SETTLE_SECONDS)
         if self.path.read_bytes() != content:
@@ -161,12 +162,11 @@ class OutputLock:
 
     def _now(self) -> float:
         """Return the time by the clock of the file system, which sets the times of files."""
-        probe = self.path.with_name(f"{LOCK}.{os.getpid()}")
-        probe.write_bytes(b"")
+        self._own.write_bytes(b"")
         try:
-            return probe.stat().st_mtime
+            return self._own.stat().st_mtime
         finally:
-            probe.unlink(missing_ok=True)
+            self._own.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         """Renew the sign of life until the end. Runs in a thread of its own."""
