@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from tests import tiny
 from tests.measure import gradient_errors
 from tests.models.families import COMPOSED, built, config_for, gradients_of, loss_of, parts_for, text_inputs
 from vembed.config.schema import TrainConfig
+from vembed.data.examples import Example, Item
 from vembed.errors import UserError
 from vembed.families.decisions import describe
 from vembed.models.embedding_model import build_model, load_embedder
 from vembed.models.heads import principal_components
+from vembed.training import setup
 
 
 def _frozen(model):
@@ -81,6 +84,23 @@ def test_the_mrl_projection_starts_from_a_sample():
     assert torch.equal(model.mrl_projection.linear.weight, principal_components(sample, 8))
     with pytest.raises(UserError, match="needs an MRL projection"):
         built(tiny.tiny_bert).start_mrl_projection(sample)
+
+
+def test_the_sample_is_of_the_whole_data(monkeypatch):
+    taken: list[str] = []
+
+    def encode(model, featuriser, items, *arguments, **options):
+        taken[:] = [one.text for one in items]
+        return torch.randn(len(items), 32, generator=torch.Generator().manual_seed(1)).numpy()
+
+    monkeypatch.setattr(setup, "SAMPLE", 10)
+    monkeypatch.setattr(setup, "encode_items", encode)
+    model = built(tiny.tiny_bert, use_mrl=True, mrl_dims=[8])
+    config = TrainConfig(model_name="m", data_path="d", mrl_projection_init="pca", use_mrl=True, mrl_dims=[8])
+    for num, last in ((19, "17"), (4, "3")):
+        store = [Example(Item("q"), (Item(str(number)),)) for number in range(num)]
+        setup.start_head(config, model, None, store, SimpleNamespace(is_main=True))
+        assert len(taken) == min(num, 10) and taken[-1] == last
 
 
 # ---- frozen parts ----------------------------------------------------------------------------------------------

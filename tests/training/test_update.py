@@ -118,6 +118,22 @@ def test_examples_of_each_batch_of_a_step_are_named(tmp_path):
         Watch(config_for(tmp_path)).finite(7, Outcome(math.nan, math.nan, applied=False), parts)
 
 
+def test_a_loss_that_stays_is_warned_of_after_200_steps_of_this_run(tmp_path, caplog):
+    def look(watch, step):
+        outcome = Outcome(1.5, 1.0, applied=True)
+        watch.figures(SimpleNamespace(step=step, outcome=outcome, embeddings=torch.eye(4)))
+
+    resumed = Watch(config_for(tmp_path))
+    for step in (1001, 1010, 1100):
+        look(resumed, step)
+    assert not caplog.messages
+    look(resumed, 1200)
+    assert "the loss has stayed at 1.5000 for 200 steps" in caplog.text
+    other = Watch(config_for(tmp_path))
+    look(other, 300)  # a single look says nothing
+    assert len(caplog.messages) == 1
+
+
 def test_other_dtypes_have_no_scale(tmp_path):
     with starting(tmp_path) as run:
         scale = GradientScale()

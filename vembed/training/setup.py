@@ -277,8 +277,8 @@ def start_head(
         return
     if session.is_main:
         # Spread over the whole store: its sources follow one another.
-        step = max(len(store) // SAMPLE, 1)
-        items = [store[index].positives[0] for index in range(0, len(store), step)][:SAMPLE]
+        count = min(len(store), SAMPLE)
+        items = [store[number * len(store) // count].positives[0] for number in range(count)]
         with model.without_mrl_projection():
             vectors = encode_items(model, featuriser, items, "document", normalize=False)
         model.start_mrl_projection(torch.from_numpy(vectors))

@@ -43,7 +43,8 @@ class Watch(Hook):
         self.warned: set[str] = set()
         self.lowest = math.inf
         self.highest = -math.inf
-        self.num_seen = 0
+        self.first: int | None = None
+        """First step that was looked at; of a resumed run not the first one."""
         self.precision = "no"
         self.loop: LoopState | None = None
         self.output = Path(config.output_dir)
@@ -117,7 +118,7 @@ class Watch(Hook):
     def figures(self, report: StepReport) -> dict[str, float]:
         """Return the mean cosine between this rank's inputs, and log warnings."""
         step, loss, embeddings = report.step, report.outcome.loss, report.embeddings
-        self.num_seen += 1
+        self.first = step if self.first is None else self.first
         self.lowest, self.highest = min(self.lowest, loss), max(self.highest, loss)
         cosine = mean_cosine(embeddings)
         if cosine > COLLAPSED and self.loss != "none":
@@ -134,10 +135,11 @@ class Watch(Hook):
                 "batch do not count as negatives), or add negatives",
             )
         is_still = self.highest - self.lowest <= STILL_RANGE * max(abs(self.highest), 1e-12)
-        if step >= STILL_STEPS and self.num_seen > 1 and is_still:
+        num_steps = step - self.first + 1
+        if num_steps >= STILL_STEPS and is_still:
             self._once(
                 "still",
-                f"the loss has stayed at {loss:.4f} for {step:,d} steps; raise learning_rate, and check that "
+                f"the loss has stayed at {loss:.4f} for {num_steps:,d} steps; raise learning_rate, and check that "
                 "parameters are trained at all (freeze, use_lora)",
             )
         return {"mean_cosine": cosine}
