@@ -80,6 +80,11 @@ def test_fractional_scores_keep_their_proportions():
     assert found(data) == {"a": {"A": 1000, "B": 250}, "b": {"B": 1}}
 
 
+def test_large_whole_scores_keep_their_proportions_too():
+    data = from_examples([example("a", "A", "B", scores=(8e9, 2e9))], "test")
+    assert found(data) == {"a": {"A": 1000, "B": 250}}
+
+
 def test_negative_scores_are_not_relevant():
     data = from_examples([example("a", "A", "B", scores=(-1.0, 2.0))], "test")
     assert found(data) == {"a": {"B": 2}}
@@ -286,6 +291,28 @@ BAD_CORPUS = [
     {"_id": True, "text": "no id either"},
 ]
 BAD_QRELS = ["q1\td1\t1", "q1\td1", "q9\td1\t1", "q1\td9\t1", "q1\td1\thigh"]
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        ("--1", "not query-id, corpus-id and a whole score"),
+        ("9" * 5000, "not query-id, corpus-id and a whole score"),
+        ("3000000000", "the score 3,000,000,000 is no grade, which is at most 1,000,000"),
+    ],
+)
+def test_scores_that_are_no_grades(tmp_path, score, said):
+    with pytest.raises(UserError, match=rf"test\.tsv:3: {said}"):
+        opened(beir(tmp_path, ["q1\td1\t1", f"q1\td1\t{score}"]))
+
+
+def test_scores_in_parquet_that_are_no_numbers(tmp_path):
+    folder = beir(tmp_path, ["q1\td1\t1"])
+    (folder / "qrels" / "test.tsv").unlink()
+    rows = [{"query-id": "q1", "corpus-id": "d1", "score": score} for score in (1.0, float("nan"), float("inf"))]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "qrels" / "test.parquet")
+    with pytest.raises(UserError, match=r"2 bad records in .*\n.*not query-id, corpus-id and a whole score"):
+        opened(folder)
 
 
 def test_bad_records_are_named_with_file_and_line(tmp_path):

@@ -23,6 +23,8 @@ Task = Literal["auto", "retrieval", "similarity"]
 
 MAX_GRADE = 1000
 """Largest grade. Fractional relevance scores are scaled to integer grades up to this, as trec_eval expects."""
+LARGEST_GRADE = 1_000_000
+"""Largest whole score that is a grade as it stands: trec_eval takes 8 bytes for each grade up to the largest one."""
 NUM_PROBLEMS_SHOWN = 10
 MOST_OF_CLASS = 100
 """Members of a class that are in the evaluation, the first ones: each is relevant to all others."""
@@ -142,9 +144,9 @@ def from_examples(examples: Sequence[Example], name: str, task: Task = "auto") -
         task = "similarity" if examples and scored else "retrieval"
     if task == "similarity":
         return _scored_pairs(examples, name)
-    # Whole scores are grades already; fractions are spread over grades up to MAX_GRADE.
+    # Whole scores are grades already; fractions, and scores that are no grades, are spread over grades up to MAX_GRADE.
     top = max((score for one in examples for score in one.scores or ()), default=1.0)
-    whole = all(float(score).is_integer() for one in examples for score in one.scores or ())
+    whole = top <= LARGEST_GRADE and all(float(score).is_integer() for one in examples for score in one.scores or ())
     table = _RetrievalTable()
     notes = _add_classes(table, [one for one in examples if one.label is not None])
     for one in examples:
@@ -299,5 +301,7 @@ def _read_qrels(
             problems.append(f"{where}: query {query} is not in the queries")
         elif (document := documents.find(identity)) is None:
             problems.append(f"{where}: document {identity} is not in the corpus")
+        elif grade > LARGEST_GRADE:
+            problems.append(f"{where}: the score {grade:,d} is no grade, which is at most {LARGEST_GRADE:,d}")
         else:
             yield query, document, grade

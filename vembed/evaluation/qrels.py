@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import open_records
+
+MOST_DIGITS = 100
+"""Characters of a score. Python refuses to read a number of thousands of digits."""
 
 
 def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
@@ -26,7 +30,7 @@ def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | st
             if number == 1 and not _is_whole(fields[-1]):
                 continue  # header line
             where = f"{path}:{number}"
-            if len(fields) != 3 or not _is_whole(fields[2]):
+            if len(fields) != 3 or not _is_whole(fields[2]) or len(fields[2]) > MOST_DIGITS:
                 yield where, "not query-id, corpus-id and a whole score, separated by tabs"
             else:
                 yield where, (fields[0], fields[1], int(fields[2]))
@@ -37,7 +41,8 @@ def _of_records(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
     for _, _, line, record in reader.scan():
         given = record if isinstance(record, dict) else {}
         query, document, score = given.get("query-id"), given.get("corpus-id"), given.get("score", 1)
-        if query is None or document is None or not isinstance(score, int | float) or score != int(score):
+        is_whole = isinstance(score, int) or (isinstance(score, float) and score.is_integer())
+        if query is None or document is None or not is_whole:
             yield reader.where(line), "not query-id, corpus-id and a whole score"
         else:
             yield reader.where(line), (str(query), str(document), int(score))
@@ -55,4 +60,4 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def _is_whole(text: str) -> bool:
-    return text.strip().lstrip("+-").isdecimal()
+    return re.fullmatch(r"[+-]?\d+", text.strip()) is not None
