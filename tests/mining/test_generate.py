@@ -210,6 +210,8 @@ def test_what_models_write_is_cleaned(text, wanted):
         ({"kinds": ["question"]}, "kinds: question needs writer"),
         ({"kinds": ["questions"]}, "did you mean|must be"),
         ({"prompts": {"poem": "x"}}, "prompts: poem is none of question"),
+        ({"prompts": {"claim": 'As {"q": 1}: {document}'}}, "prompts: claim holds braces .*as {{ and }}"),
+        ({"prompts": {"claim": "A { of {document}"}}, "prompts: claim holds braces"),
         ({"corpus_path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
     ],
 )

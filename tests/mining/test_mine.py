@@ -388,3 +388,14 @@ def test_other_queries_with_the_same_positives_are_searched_for_anew(tmp_path):
     rows = [{"query": found[-number - 1].partition(" ")[2], "positive": found[number]} for number in range(NUM_ROWS)]
     write_lines(tmp_path / "train.jsonl", rows)
     assert_same_rows(run(options)[0], run(options, work_dir=str(tmp_path / "empty"))[0])
+
+
+@pytest.mark.parametrize("value", ["lone \ud800", 2**70])
+def test_columns_that_parquet_cannot_hold(tmp_path, value):
+    options = write_data(tmp_path)
+    rows = read_lines(tmp_path / "train.jsonl")
+    rows[3]["note"] = value
+    write_lines(tmp_path / "train.jsonl", rows)
+    assert run(options)[0][3]["note"] == value
+    with pytest.raises(UserError, match="Parquet cannot hold a value of the rows .*: write .jsonl"):
+        run(options, output_path=str(tmp_path / "mined.parquet"))

@@ -351,6 +351,14 @@ class GenerateConfig(ModelOptions):
         unknown = sorted(set(self.prompts) - set(get_args(WrittenKind)))
         if unknown:
             raise ValueError(f"prompts: {unknown[0]} is none of {', '.join(get_args(WrittenKind))}")
+        for kind, prompt in self.prompts.items():
+            try:
+                prompt.format(document="", language="", persona="", examples="")
+            except (KeyError, IndexError, ValueError, AttributeError) as error:
+                raise ValueError(
+                    f"prompts: {kind} holds braces that are none of {{document}}, {{language}}, {{persona}} and "
+                    f"{{examples}} ({error}): write a brace of the text twice, as {{{{ and }}}}"
+                ) from error
         return self
 
     def written_kinds(self) -> list[str]:

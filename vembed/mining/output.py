@@ -43,7 +43,8 @@ class RowWriter(Protocol):
 
 class _JsonLines:
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
+        # A lone surrogate becomes its escape, as JSON has it.
+        self._file = path.open("w", encoding="utf-8", errors="backslashreplace")
 
     def write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row, ensure_ascii=False, default=_no_json) + "\n")
@@ -81,6 +82,8 @@ class _Parquet:
             columns = {name: pa.array([row.get(name) for row in self._rows]) for name in names}
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise _mixed(error) from error
+        except (OverflowError, UnicodeEncodeError) as error:  # a whole number beyond 64 bits, a lone surrogate
+            raise UserError(f"Parquet cannot hold a value of the rows ({error}): write .jsonl") from error
         self._tables.append(pa.table(columns))
         self._rows = []
 
