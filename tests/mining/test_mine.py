@@ -397,5 +397,5 @@ def test_columns_that_parquet_cannot_hold(tmp_path, value):
     rows[3]["note"] = value
     write_lines(tmp_path / "train.jsonl", rows)
     assert run(options)[0][3]["note"] == value
-    with pytest.raises(UserError, match="Parquet cannot hold a value of the rows .*: write .jsonl"):
+    with pytest.raises(UserError, match=r"Parquet cannot hold a value of the rows .*: write \.jsonl"):
         run(options, output_path=str(tmp_path / "mined.parquet"))

@@ -92,10 +92,11 @@ def in_batches(
     # The longest first: memory runs out in the first batch or never.
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     batches: list[list[int]] = []
-    while order:
-        size = max(1, BATCH_TOKENS // lengths[order[0]])
-        batches.append(order[:size])
-        order = order[size:]
+    first = 0
+    while first < len(order):
+        size = max(1, BATCH_TOKENS // max(1, lengths[order[first]]))
+        batches.append(order[first : first + size])
+        first += size
     for number in range(agree(len(batches))):
         # A rank that has done its own batches runs its shortest text again, for the collectives of a sharded model.
         batch = batches[number] if number < len(batches) else batches[-1][-1:]

@@ -66,9 +66,10 @@ class LexicalRetriever:
     def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
         """The score of each pair, whose queries count from `first`. Collective."""
         found = torch.zeros(len(pairs))
-        for query in np.unique(pairs.queries):
+        order = np.argsort(pairs.queries, kind="stable")
+        queries, starts = np.unique(pairs.queries[order], return_index=True)
+        for query, chosen in zip(queries, np.split(order, starts)[1:], strict=True):
             if query % self._session.world_size == self._session.rank:
-                chosen = np.flatnonzero(pairs.queries == query)
                 scores = self._scores(first + int(query))
                 found[torch.from_numpy(chosen)] = torch.from_numpy(scores[pairs.documents[chosen]].copy())
         return collectives.sum_tensor(found).numpy()

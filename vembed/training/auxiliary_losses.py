@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vembed.config.schema import TrainConfig
+from vembed.data.feeding import row_index
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
 from vembed.errors import UserError
@@ -108,5 +109,5 @@ class AuxiliaryLosses:
 def _weights(batch: AuxiliaryBatch, values: Tensor, places: Sequence[int]) -> Tensor:
     """Return the occurrences of each input; 1 for sums over a whole micro-batch, whose inputs cannot be told apart."""
     if values.shape[1] == len(places):
-        return batch.occurrences[list(places)].to(values.dtype)
+        return batch.occurrences[row_index(places, batch.occurrences.device)].to(values.dtype)
     return values.new_ones(values.shape[1])
