@@ -18,9 +18,11 @@ from typer.testing import CliRunner, Result
 import vembed
 from tests.tiny import shared, texts, tiny_bert_st, tiny_qwen3_vl, tiny_siglip, tiny_siglip2
 from vembed.cli import app
+from vembed.data.examples import Item
 from vembed.errors import RunError, UserError
+from vembed.evaluation.dataset import RetrievalData
 from vembed.export import gguf_format, onnx_format, onnx_images
-from vembed.export.check import distances
+from vembed.export.check import NUM_TEXTS, distances, smaller, texts_to_compare
 from vembed.export.onnx_format import OnnxFormat
 from vembed.export.safetensors_format import SafetensorsFormat
 from vembed.serve.encoder import open_encoder
@@ -360,3 +362,26 @@ def test_check_server(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_distances_of_broken_vectors_are_infinite() -> None:
     good = np.ones((2, 3), np.float32)
     assert distances(good, np.array([[1, 1, 1], [np.nan, 0, 0]], np.float32)).tolist() == [0.0, np.inf]
+
+
+def test_the_check_reads_no_more_of_a_corpus_than_it_compares() -> None:
+    class Documents(list[Item]):
+        """A million documents of which nobody should read more than a few thousand."""
+
+        def __len__(self) -> int:
+            return 1_000_000
+
+        def __getitem__(self, place: Any) -> Any:
+            assert 0 <= place < 5_000
+            return Item(text=f"document {place}")
+
+        def __iter__(self) -> Any:
+            return (self[place] for place in range(len(self)))
+
+    queries = tuple(Item(text=f"query {number}") for number in range(600))
+    relevance = tuple({number: 1} for number in range(600))
+    data = RetrievalData("large", queries, Documents(), relevance)
+    texts = texts_to_compare(data, 32)
+    assert len(texts) == NUM_TEXTS and texts[-1] == (f"document {NUM_TEXTS // 2 - 1}", "document")
+    part = smaller(data)
+    assert part is not None and (len(part.queries), len(part.documents)) == (500, 2_000)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from typing import Any, get_args
 
 import numpy as np
@@ -124,8 +123,13 @@ def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
         first, second = (data.queries, data.documents) if isinstance(data, RetrievalData) else (data.first, data.second)
         kinds: tuple[tuple[Sequence[Item], Kind], ...] = ((first, "query"), (second, "document"))
         for items, kind in kinds:
-            texts = dict.fromkeys(item.text for item in items if item.text and not item.images)
-            found += [(text, kind) for text in texts][: NUM_TEXTS // 2]
+            texts: dict[str, None] = {}
+            for item in items:  # to the last one needed: a corpus may have millions
+                if len(texts) == NUM_TEXTS // 2:
+                    break
+                if item.text and not item.images:
+                    texts[item.text] = None
+            found += [(text, kind) for text in texts]
     return found + made_texts(NUM_TEXTS - len(found), max_length)
 
 
@@ -152,10 +156,8 @@ def encode_all(encode: Encode, texts: Sequence[tuple[str, Kind]]) -> np.ndarray:
 
 
 def smaller(data: EvalData | None) -> RetrievalData | None:
-    """Return retrieval data of texts with a bounded corpus; None for data without nDCG or with images."""
+    """Return retrieval data of texts with a bounded corpus; None for data without nDCG or with images in that part."""
     if not isinstance(data, RetrievalData):
-        return None
-    if any(item.images or not item.text for item in chain(data.queries, data.documents)):
         return None
     relevance = data.relevance[:NUM_QUERIES]
     # Relevant documents first, so that the bound leaves out none of them.
@@ -165,10 +167,13 @@ def smaller(data: EvalData | None) -> RetrievalData | None:
             break
         kept[document] = None
     place = {document: at for at, document in enumerate(kept)}
+    queries, documents = data.queries[:NUM_QUERIES], tuple(data.documents[document] for document in kept)
+    if any(item.images or not item.text for item in (*queries, *documents)):
+        return None
     return RetrievalData(
         name=data.name,
-        queries=data.queries[:NUM_QUERIES],
-        documents=tuple(data.documents[document] for document in kept),
+        queries=queries,
+        documents=documents,
         relevance=tuple({place[document]: grade for document, grade in grades.items()} for grades in relevance),
     )
 
