@@ -133,6 +133,13 @@ def test_a_run_that_a_guard_ended_goes_on_with_weaker_guards_or_none(config, tmp
     assert "; final/ is the checkpoint of step" not in (result.output_dir / "report.md").read_text()
 
 
+def test_guards_beside_data_that_are_held_out(config, tmp_path):
+    guard = pairs(tmp_path / "general.jsonl", 40)
+    options = {"guards": [str(guard)], "val_data_path": None, "val_split": 0.2, "eval_steps": 2, "save_steps": 2}
+    result = vembed.train({**config, **options, "learning_rate": 1e-6})
+    assert {"ndcg@10", "guard/general/ndcg@10"} <= result.metrics.keys()
+
+
 def test_a_guard_that_falls_at_once_leaves_nothing_to_save(config, tmp_path):
     given = texts(20)
     scores = vembed.Embedder(config["model_name"], device="cpu").score([(given[0], one) for one in given])
@@ -152,6 +159,7 @@ def test_a_guard_that_falls_at_once_leaves_nothing_to_save(config, tmp_path):
     [
         ({"guards": ["g.jsonl"], "eval_steps": None, "save_steps": None}, "give eval_steps and save_steps too"),
         ({"guards": ["g.jsonl"], "eval_steps": 2, "save_steps": 3}, "must be a multiple of eval_steps"),
+        ({"guards": ["a/g.jsonl", "b/g.jsonl"], "eval_steps": 2, "save_steps": 2}, "guards: g is named twice"),
         ({"guards": [{"path": "g", "drop": 1}], "eval_steps": 1, "save_steps": 1}, "unknown key 'drop'"),
         ({"ema": 1.0}, "ema"),
     ],

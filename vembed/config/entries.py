@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -73,6 +74,11 @@ class Guard(Frozen):
     """Name in the log and the report. Default: that of the file."""
     max_drop: NonNegativeFloat = 0.02
     """The most that its main score (ndcg@10, or spearman for scored pairs) may fall below that before training."""
+
+    @property
+    def label(self) -> str:
+        """Name of the guard in this run."""
+        return self.name or PurePath(self.path).stem
 
 
 class Teacher(Frozen):

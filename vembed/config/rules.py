@@ -9,7 +9,7 @@ from vembed.config.contradictions import contradictions
 from vembed.config.loss_rules import LOSS_RULES, loss_remarks
 from vembed.config.own_files import data_are_kept, log_file_is_another, names_are_text
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import data_entries
+from vembed.config.terms import data_entries, listed_guards
 from vembed.config.violation import Rule, Violation, word
 from vembed.errors import UserError
 
@@ -213,7 +213,7 @@ def _fsdp_precision(config: TrainConfig) -> Violation | None:
 def _guards_have_checkpoints(config: TrainConfig) -> Violation | None:
     if not config.guards:
         return None
-    missing = [name for name in ("val_data_path", "eval_steps", "save_steps") if dict(config)[name] is None]
+    missing = _missing_for_best(config)
     if missing:
         return Violation(
             ("guards",), f"guards end a run with the last checkpoint that held: give {' and '.join(missing)} too"
@@ -221,11 +221,18 @@ def _guards_have_checkpoints(config: TrainConfig) -> Violation | None:
     return _checkpoints_are_evaluated(config, "guards need")
 
 
+def _guards_have_names(config: TrainConfig) -> Violation | None:
+    labels = [one.label for one in listed_guards(config)]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is None:
+        return None
+    return Violation(("guards",), f"guards: {twice} is named twice: keep it once, or give each entry a name")
+
+
 def _best_model_is_known(config: TrainConfig) -> Violation | None:
     if config.load_best_model_at_end is not True:
         return None
-    given = dict(config) | {"val_data_path": config.val_data_path or config.val_split}
-    missing = [name for name in ("val_data_path", "eval_steps", "save_steps") if given[name] is None]
+    missing = _missing_for_best(config)
     if missing:
         return Violation(
             ("load_best_model_at_end",),
@@ -233,6 +240,12 @@ def _best_model_is_known(config: TrainConfig) -> Violation | None:
             f"give {' and '.join(missing)} too",
         )
     return _checkpoints_are_evaluated(config, "load_best_model_at_end: true needs")
+
+
+def _missing_for_best(config: TrainConfig) -> list[str]:
+    """Return the options without which no checkpoint is evaluated."""
+    given = dict(config) | {"val_data_path": config.val_data_path or config.val_split}
+    return [name for name in ("val_data_path", "eval_steps", "save_steps") if given[name] is None]
 
 
 def _checkpoints_are_evaluated(config: TrainConfig, needs: str) -> Violation | None:
@@ -302,6 +315,7 @@ RULES: tuple[Rule, ...] = (
     _fsdp_precision,
     _best_model_is_known,
     _guards_have_checkpoints,
+    _guards_have_names,
     _metric_is_computed,
     _profiled_steps,
     _log_file_inside,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vembed.config.entries import DataSource, LossTerm, Teacher
+from vembed.config.entries import DataSource, Guard, LossTerm, Teacher
 from vembed.config.schema import TrainConfig
 
 SCORES = "scores"
@@ -117,6 +117,11 @@ def run_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
 def listed_teachers(config: TrainConfig) -> list[Teacher]:
     """Return the entries of `teachers`."""
     return [Teacher(model=one) if isinstance(one, str) else one for one in config.teachers or []]
+
+
+def listed_guards(config: TrainConfig) -> list[Guard]:
+    """Return the entries of `guards`."""
+    return [Guard(path=one) if isinstance(one, str) else one for one in config.guards or []]
 
 
 def followed_teacher(config: TrainConfig) -> str | None:

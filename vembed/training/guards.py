@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from vembed.config.entries import Guard
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import listed_guards
 from vembed.errors import RunError
 from vembed.evaluation.dataset import EvalData, open_eval_data
 from vembed.evaluation.scores import evaluate_model
@@ -27,9 +27,8 @@ class Guards(Hook):
     name = "guards"
 
     def __init__(self, config: TrainConfig) -> None:
-        given = [Guard(path=one) if isinstance(one, str) else one for one in config.guards or ()]
         self._data: list[tuple[str, Guard, EvalData]] = [
-            (one.name or Path(one.path).stem, one, open_eval_data(config, one.path)) for one in given
+            (one.label, one, open_eval_data(config, one.path)) for one in listed_guards(config)
         ]
         self._before: dict[str, float] = {}
 
