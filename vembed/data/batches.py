@@ -37,7 +37,7 @@ class ContentKeys:
         counts = self.starts[indices + 1] - begins
         ends = np.cumsum(counts)
         # One gather: the position in the result, shifted to where the example begins in `values`.
-        return self.values[np.arange(ends[-1]) + np.repeat(begins - (ends - counts), counts)], counts
+        return self.values[np.arange(counts.sum()) + np.repeat(begins - (ends - counts), counts)], counts
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,8 @@ class Index:
         }
         keys = None
         if self.keys is not None:
-            parts = [self.keys.of(int(one)) for one in chosen]
-            starts = np.cumsum([0, *map(len, parts)])
-            keys = ContentKeys(np.concatenate(parts) if parts else self.keys.values[:0], starts)
+            values, counts = self.keys.of_all(chosen)
+            keys = ContentKeys(values, np.concatenate([[0], np.cumsum(counts)]))
         return replace(
             self,
             starts=self.starts[chosen],
