@@ -95,7 +95,7 @@ def test_the_first_pass_is_made_once(tmp_path: Path, kind: str, passes: list[str
     assert len(passes) == 1
     assert again.summary() == first.summary()
     assert again.fingerprint == first.fingerprint
-    assert (again.kind, again.num_skipped) == (first.kind, 1)
+    assert again.num_skipped == 1
     assert all(again[i] == first[i] and again.keys(i) == first.keys(i) for i in range(len(first)))
     assert "1 of 41 records cannot be used" in refused(path, no_duplicates=True)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -217,11 +217,6 @@ class ExampleStore:
         """Return a sentence for each file of the data that was changed, replaced or deleted since it was opened."""
         stamps = {stamp.path: stamp for source in self._sources for stamp in source.stamps}
         return [change for stamp in stamps.values() if (change := stamp.change()) is not None]
-
-    @property
-    def kind(self) -> Literal["pairs", "scored"]:
-        """Kind of the data. scored: every example has scores."""
-        return "scored" if all(one.index.counts.scored == len(one.index) for one in self._sources) else "pairs"
 
     def summary(self) -> list[str]:
         """Return log lines: examples per source, skipped records with the reason, and unused columns."""
