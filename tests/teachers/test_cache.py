@@ -14,7 +14,7 @@ import pytest
 from tests.harness import run_ranks
 from tests.tiny import shared, texts, tiny_bert, tiny_reranker
 from vembed.config.schema import TrainConfig
-from vembed.data.examples import Example, Item
+from vembed.data.examples import Example, Item, ReadAs
 from vembed.data.row_store import RowStore
 from vembed.distributed.session import start_session
 from vembed.errors import UserError
@@ -109,10 +109,10 @@ def vectors_of(config: TrainConfig, cache: Path, items: list[Item]) -> np.ndarra
     """The vectors of a teacher for items as queries, asked for one after the other."""
     with start_session(config) as session:
         teachers = Teachers(config, session, cache)
-        keys = [teachers._key("bert", item, True) for item in items]
-        asked = [
-            teachers.vectors["bert"].answers([key], [(item, "query")]) for key, item in zip(keys, items, strict=True)
-        ]
+        asked = []
+        for item in items:
+            key, question = teachers._models["bert"].question(item, "query")
+            asked.append(teachers.vectors["bert"].answers([key], [question]))
     return np.concatenate(asked)
 
 
@@ -163,3 +163,17 @@ def test_a_reranker_gives_no_vectors(config: TrainConfig) -> None:
     asked = TrainConfig(**{**config.to_dict(), "losses": [{"loss": "relational", "teacher": "reranker"}]})
     with start_session(asked) as session, pytest.raises(UserError, match="teacher reranker is a reranker"):
         Teachers(asked, session)
+
+
+def test_own_prompts_and_length_of_a_teacher_come_before_those_of_a_source(tmp_path: Path) -> None:
+    source = ReadAs(query_prompt="find: ", document_prompt="passage: ", max_length=4)
+
+    def added(**own: Any) -> list[int]:
+        config = config_of(shared(tiny_bert), shared(tiny_reranker), strategy="ddp")
+        config.teachers[0] = config.teachers[0].model_copy(update=own)
+        prompted = [source.apply(one) for one in rows()]
+        return [prepare(config, tmp_path / str(own), *data)["bert"] for data in ((rows(), "a"), (prompted, "b"))]
+
+    assert added() == [90, 90], "without own ones, those of the source"
+    assert added(query_prompt="", document_prompt="", max_length=64) == [90, 0]
+    assert added(query_prompt="", max_length=64) == [90, 60], "documents have the source's prompt"

@@ -22,6 +22,7 @@ from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_rank_items
 from vembed.models.embedding_model import load_embedder
 from vembed.teachers.shards import is_sharded
+from vembed.teachers.teacher_identity import item_key
 
 log = logging.getLogger("vembed")
 
@@ -57,6 +58,16 @@ class VectorTeacher:
         found = encode_rank_items(model, featuriser, questions, session=self.session)
         unit: np.ndarray = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
         return unit
+
+    def question(self, item: Item, kind: Kind) -> tuple[bytes, Question]:
+        """Return the key of an input in a role, and the question. What the config gives the teacher itself comes
+        before the prompt and length that the data give."""
+        given = self.teacher.query_prompt if kind == "query" else self.teacher.document_prompt
+        if given is not None and item.prompt is not None:
+            item = replace(item, prompt=None)
+        if self.teacher.max_length is not None and item.max_length is not None:
+            item = replace(item, max_length=None)
+        return item_key(item, kind if self.roles_differ else None), (item, kind)
 
     def release(self) -> None:
         """Give up the weights; they are read again if something is missing later."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from vembed.config.entries import Teacher
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import followed_teacher, guide_of, needed_teachers, run_terms, takes_vectors
-from vembed.data.examples import Example, Item
+from vembed.data.examples import Example
 from vembed.data.rank_batch import RankBatch
 from vembed.distributed import collectives
 from vembed.distributed.session import Session
@@ -27,7 +27,7 @@ from vembed.losses.targets import TeacherScores, TeacherVectors, Teaching
 from vembed.teachers.cached import CachedTeacher
 from vembed.teachers.embedders import Question, VectorTeacher
 from vembed.teachers.rerankers import Pair, PairTeacher
-from vembed.teachers.teacher_identity import item_key, pair_key, teacher_identity
+from vembed.teachers.teacher_identity import pair_key, teacher_identity
 
 log = logging.getLogger("vembed")
 
@@ -96,10 +96,10 @@ class Teachers:
         for example in (examples[number] for number in range(len(examples))):
             documents = (*example.positives, *example.negatives)
             for name in open_vectors:
-                asked = questions[name]
-                asked.setdefault(self._key(name, example.query, True), (example.query, "query"))
+                asked, model = questions[name], self._models[name]
+                asked.setdefault(*model.question(example.query, "query"))
                 for document in documents:
-                    asked.setdefault(self._key(name, document, False), (document, "document"))
+                    asked.setdefault(*model.question(document, "document"))
             if open_pairs:
                 for document in documents:
                     pairs.setdefault(pair_key(example.query, document), (example.query, document))
@@ -150,11 +150,12 @@ class Teachers:
         place: dict[tuple[int, bool], int] = {}
         for is_query, places in ((True, rank_batch.query), (False, documents)):
             for feature in np.unique(places).tolist():
-                item = rank_batch.items[feature]
-                key = self._key(name, item, is_query)
+                key, question = self._models[name].question(
+                    rank_batch.items[feature], "query" if is_query else "document"
+                )
                 if key not in keys:
                     keys[key] = len(questions)
-                    questions.append((item, "query" if is_query else "document"))
+                    questions.append(question)
                 place[feature, is_query] = keys[key]
         rows = self.vectors[name].answers(list(keys), questions)
         counts = [one[0] for one in collectives.all_gather_ints([len(rows)])]
@@ -192,11 +193,6 @@ class Teachers:
         by_key = dict(zip(distinct, answers.tolist(), strict=True))
         scores = np.array([by_key[pair_key(*pair)] for pair in pairs], dtype=np.float64)
         return scores[: len(rank_batch.query)], scores[len(rank_batch.query) :]
-
-    def _key(self, name: str, item: Item, is_query: bool) -> bytes:
-        if not self._models[name].roles_differ:
-            return item_key(item, None)
-        return item_key(item, "query" if is_query else "document")
 
     def _gather(self, values: np.ndarray, counts: list[int]) -> Tensor:
         return collectives.all_gather_rows(torch.from_numpy(values).to(self.session.device), counts)
