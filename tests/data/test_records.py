@@ -230,9 +230,10 @@ def test_both_parts_of_a_record_with_text_and_image() -> None:
         ({"query": "q", "positive": {"image": "../x.jpg"}}, "positive: image path ../x.jpg leads out of image_root"),
         ({"query": "q", "positive": {"image": "http://x.org/y.png"}}, "positive: .*allow_image_urls"),
         ({"query": "q", "positive": {"image": "\ud800.png"}}, "positive: an image path .*surrogate"),
+        ({"query": "q", "image": "data:image/png;base64," + "A" * 60}, "image: data:image/png.* is an image in base64"),
         ({"query": "a\0b", "positive": "p"}, "query has a NUL character"),
         ({"query": "a\ud800b", "positive": "p"}, "query has a lone surrogate"),
-        ({"query": "q", "positive": "p", "score": "0.5"}, r"score is a text, not a number"),
+        ({"query": "q", "positive": "p", "score": "0.5"}, r"score is the text '0.5', not a number"),
         ({"query": "q", "positive": "p", "score": True}, r"score is true, not a number"),
         ({"query": "q", "positive": "p", "score": math.nan}, "score is nan"),
         ({"query": "q", "positive": "p", "scores": [math.inf]}, "scores is inf"),
@@ -269,6 +270,8 @@ def test_column_mapping() -> None:
 def test_column_mapping_to_a_name_that_nobody_reads() -> None:
     with pytest.raises(UserError, match=r"column_mapping: \{q: querry\}.*'query'"):
         record_format(mapping={"q": "querry"})
+    with pytest.raises(UserError, match=r"is the wrong way round: .* comes first, \{Frage: query\}"):
+        record_format(mapping={"query": "Frage"})
 
 
 def test_two_columns_for_one_query() -> None:
@@ -333,6 +336,9 @@ def test_missing_columns_of_a_table() -> None:
         (("caption", "file_name"), "{caption: query, file_name: positive_image}$"),
         (("caption", "image"), "no query .it has caption, image.: .* {caption: query}$"),
         (("query",), "no positive .it has query.: .* {your_positive: positive}$"),
+        (("text", "image"), "no query .it has text, image.: .* {text: query}$"),
+        (("image", "answer"), "no query .it has image, answer.: .* {image: query_image}$"),
+        (("messages", "id"), "messages without positive_messages .it has messages, id.: "),
     ):
         with pytest.raises(UserError, match=advice):
             record_format().columns.check(columns)

@@ -411,17 +411,6 @@ def test_an_unknown_key_of_a_source_lists_the_known_ones() -> None:
         load_config({"model_name": "m", "data_path": [entry]})
 
 
-def test_lists_in_the_cells_of_a_csv_are_warned_of(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    with path.open("w", newline="") as file:
-        rows = [[f"q{n}", f"p{n}", str([f"it's {n}", "b"])] for n in range(3)]
-        csv.writer(file).writerows([["query", "positive", "negatives"], *rows])
-    (warning,) = open_path(path).warnings()
-    assert "its negatives look like lists" in warning and "write JSON Lines or Parquet" in warning
-    path.write_text("query,positive,negatives\nq,p,\"['a', 'b']\"\nr,p,a text\n")
-    assert open_path(path).warnings() == [], "one such text is a text"
-
-
 @pytest.mark.parametrize(
     ("header", "mapping"),
     [

@@ -192,8 +192,10 @@ def test_equal_documents_are_joined_and_said(tmp_path):
 
 def test_qrels_as_trec_eval_has_them(tmp_path):
     folder = beir(tmp_path, [])
-    (folder / "qrels" / "test.tsv").write_text("q1 0 d1 2\nq1 0 d2 0\n2 Q0 d3 1\n")
-    assert found(opened(folder)) == {"first": {"Title of one": 2}, "second": {"three": 1}}
+    for between in " \t":  # MS MARCO's have tabs
+        lines = "q1 0 d1 2\nq1 0 d2 0\n2 Q0 d3 1\n".replace(" ", between)
+        (folder / "qrels" / "test.tsv").write_text(lines)
+        assert found(opened(folder)) == {"first": {"Title of one": 2}, "second": {"three": 1}}
 
 
 def test_texts_of_a_corpus_stay_in_their_file(tmp_path):

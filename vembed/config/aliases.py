@@ -211,6 +211,20 @@ REFUSED = {
     "deepspeed": "DeepSpeed is not supported: use_fsdp: true shards the model",
     "save_strategy": "checkpoints are written every save_steps steps; save_steps: null for none before the end",
     "eval_strategy": "evaluation runs every eval_steps steps; eval_steps: null for none during training",
+    **dict.fromkeys(
+        ("train_group_size", "train_n_passages"),
+        "all negatives of a record are read: for groups of 8 passages write max_negatives: 7",
+    ),
+    "batch_sampler": "no_duplicates: true keeps equal texts out of one batch; homogeneous_batches: true takes each "
+    "batch from one source",
+    **dict.fromkeys(
+        ("query_max_len", "passage_max_len", "document_max_len", "query_max_length", "passage_max_length"),
+        "max_length limits queries and documents; texts are not padded to it, so short ones cost nothing more",
+    ),
+    **dict.fromkeys(
+        ("normalize", "normalize_embeddings"),
+        "similarity: cosine, the default, brings embeddings to length 1; similarity: dot leaves their length",
+    ),
     "stage": "it chooses one of the blocks under training_stages, and this config has none",
 }
 """Known keys for features that vembed does not have, with the message."""

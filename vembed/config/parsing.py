@@ -294,7 +294,8 @@ def _yaml_position(error: yaml.YAMLError, text: str) -> str:
 def _yaml_problem(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError):
         opened = f"{error.context} begun in line {error.context_mark.line + 1}" if error.context_mark else error.context
-        return ", ".join(part for part in (opened, error.problem) if part)
+        spaces = "YAML takes spaces, not tabs" if "'\\t'" in (error.problem or "") else ""
+        return ", ".join(part for part in (opened, error.problem, spaces) if part)
     if isinstance(error, yaml.reader.ReaderError):
         return (
             f"the character {error.character:#06x} is not allowed" if isinstance(error.character, int) else error.reason

@@ -9,6 +9,8 @@ from vembed.config.schema import TrainConfig
 
 SCORES = "scores"
 """Name of the teacher whose scores are in the data."""
+SCORED = frozenset({"cosent", "cosine", "angle"})
+"""Losses that need a score for every pair."""
 FOLLOWS_TEACHER = frozenset({"kl", "margin_mse", "score_mse", "embedding", "relational"})
 """Losses without a meaning of their own: they need a teacher."""
 MAY_FOLLOW_TEACHER = FOLLOWS_TEACHER | {"listwise", "ranknet"}
@@ -136,6 +138,14 @@ def followed_teacher(config: TrainConfig) -> str | None:
     if config.loss not in FOLLOWS_TEACHER:  # graded scores of the data are what these losses are made for
         return None
     return listed[0].label if listed else None
+
+
+def reads_scores(config: TrainConfig) -> bool:
+    """Return whether a loss of the run reads the scores of the data."""
+    return any(
+        term.loss in SCORED or (term.loss in MAY_FOLLOW_TEACHER and followed_teacher(term) in (None, SCORES))
+        for _, term in loss_terms(config)
+    )
 
 
 def guide_of(config: TrainConfig) -> str | None:

@@ -17,7 +17,7 @@ from vembed.data.batches import ContentKeys
 from vembed.data.index import Index
 from vembed.data.index_parts import Counts
 
-FORMAT = 6
+FORMAT = 7
 """Format version. Increase it when the meaning of records or the layout of an entry changes."""
 
 
@@ -94,6 +94,7 @@ class IndexCache:
                 "num_bad": index.num_bad,
                 "problems": index.problems,
                 "unused": index.unused,
+                "missing": index.missing,
             },
         }
         (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")

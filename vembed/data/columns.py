@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from vembed.data.conversations import POSITIVE_MESSAGES, QUERY, fields_of
 from vembed.data.messages import listed, shown
 from vembed.errors import UserError
 
@@ -41,9 +43,17 @@ GUESSES: dict[str, tuple[str, ...]] = {
 """Likely column names that are not read automatically; used for advice and by `vembed init`."""
 
 JUDGEMENTS = frozenset({
-    "label", "labels", "gold_label", "is_duplicate", "is_match", "relevance", "relevant", "rating", "similarity", "sim",
+    "label", "labels", "gold", "duplicate", "match", "relevance", "relevant", "relatedness", "rating", "similarity",
+    "sim", "entailment", "paraphrase", "judgment", "judgement", "judgments", "judgements",
 })  # fmt: skip
-"""Likely names of columns that say which pairs match. None of them is read beside a query and a positive."""
+"""Words in likely names of columns that say which pairs match. None of them is read beside a query and a positive."""
+_NO_JUDGEMENTS = frozenset({"id", "ids", "text", "name", "names", "url", "date"})
+"""Words in names of columns that only tell something about a judgement."""
+_NEGATIVES = frozenset({"neg", "negs", "negative", "negatives", "rejected"})
+"""Words in likely names of columns with negatives."""
+_NO_NEGATIVES = _NO_JUDGEMENTS - {"text"} | {"is", "num", "count", "score", "scores"}
+INSIDE = " (inside of an item)"
+"""Behind the name of a field that an object for a query or document has, in lists of what is not read."""
 
 TEXT = "text"
 """Column of records that are one text, for runs without pairs and for labelled data."""
@@ -95,14 +105,15 @@ class Columns:
         self, mapping: Mapping[str, str] | None = None, *, may_miss: bool = False, texts_alone: bool = False
     ) -> None:
         """`mapping`: column_mapping, names in the file -> names in COLUMNS. `may_miss`: the mapping serves several
-        sources, and this one need not have all of its names. `texts_alone`: a record may be a single `text`, which is
+        sources, and a table need not have all of its names. `texts_alone`: a record may be a single `text`, which is
         query and positive then."""
         self._mapping = _roles(mapping or {})
         self._labels = [name for name, target in (mapping or {}).items() if target == LABEL]
         self._texts_alone = texts_alone
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._unused: dict[str, None] = {}
-        self._not_seen = set() if may_miss else set(self._mapping)
+        self._may_miss = may_miss
+        self._not_seen = set(self._mapping)
 
     @property
     def unused(self) -> list[str]:
@@ -127,9 +138,9 @@ class Columns:
 
     def check(self, columns: Iterable[str]) -> None:
         """Raise UserError if a table's header lacks a required column."""
-        names = tuple(columns)
+        names = tuple(dict.fromkeys(fields_of(columns).values()))
         layout = self.layout(names)
-        if self._not_seen:
+        if self._not_seen and not self._may_miss:
             near = self.nearest(names)
             raise UserError(
                 f"column_mapping names {listed(sorted(self._not_seen))}, but the file has {listed(names)}{near}"
@@ -146,9 +157,9 @@ class Columns:
 
     def needed(self, columns: Iterable[str]) -> list[str]:
         """Return the columns of a table that are read, in the table's order."""
-        names = tuple(columns)
-        read = set(self.layout(names).columns())
-        return [name for name in names if name in read]
+        fields = fields_of(columns)
+        read = set(self.layout(tuple(dict.fromkeys(fields.values()))).columns())
+        return [name for name, field in fields.items() if field in read]
 
     def layout(self, columns: tuple[str, ...]) -> Layout:
         """Return the layout of a record with these columns (cached)."""
@@ -214,9 +225,16 @@ class Columns:
         return None if is_pair or not (text or queries or found["positive_image"]) else label
 
 
+def refuse_repeated(name: str, columns: Iterable[str]) -> None:
+    """Raise UserError if two columns of a table have one name. Columns without a name are not read."""
+    twice = [column for column, count in Counter(columns).items() if count > 1 and column]
+    if twice:
+        raise UserError(f"{name} has more than one column named {listed(twice)}")
+
+
 def judgement_column(unused: Iterable[str]) -> str | None:
     """Return the first column that probably says which pairs match; None without one."""
-    return next((name for name in unused if _plain(name) in JUDGEMENTS), None)
+    return next(iter(_named(unused, JUDGEMENTS, _NO_JUDGEMENTS)), None)
 
 
 def unread_judgement(unused: Iterable[str]) -> str | None:
@@ -230,13 +248,35 @@ def unread_judgement(unused: Iterable[str]) -> str | None:
     )
 
 
+def unread_negatives(unused: Iterable[str]) -> str | None:
+    """Return what is wrong where columns that are not read probably hold negatives; None without one."""
+    names = _named(unused, _NEGATIVES, _NO_NEGATIVES)
+    if not names:
+        return None
+    entries = ", ".join(f"{_quoted(name)}: negative" for name in names)
+    are, hold = ("is", "it holds") if len(names) == 1 else ("are", "they hold")
+    return f"{listed(names)} {are} not read: if {hold} negatives, set column_mapping: {{{entries}}}"
+
+
+def _named(names: Iterable[str], words: frozenset[str], others: frozenset[str]) -> list[str]:
+    """Return the names of columns with one of the words and none of the others. A number at the end does not count."""
+    found = ((name, set(_plain(name).rstrip("0123456789").split("_"))) for name in names if not name.endswith(INSIDE))
+    return [name for name, own in found if own & words and not own & others]
+
+
 def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
     """Return the column mapping with each target name replaced by its part of a record."""
     roles: dict[str, str] = {}
     for name, target in mapping.items():
         role = _ROLE_OF.get(target)
         if role is None:
-            near = difflib.get_close_matches(target, _ROLE_OF, n=1)
+            is_ours = name in _ROLE_OF  # then only a typing error speaks against a mapping that is turned round
+            near = difflib.get_close_matches(target, _ROLE_OF, n=1, cutoff=0.8 if is_ours else 0.6)
+            if is_ours and not near:
+                raise UserError(
+                    f"column_mapping: {{{name}: {target}}} is the wrong way round: the name in the file comes first, "
+                    f"{{{_quoted(target)}: {name}}}"
+                )
             raise UserError(
                 f"column_mapping: {{{name}: {target}}} leads to a name that vembed does not read"
                 + (f"; did you mean '{near[0]}'?" if near else f" (it reads {listed(COLUMNS)})")
@@ -252,14 +292,25 @@ def _problem(found: dict[str, list[str]], columns: tuple[str, ...]) -> str | Non
     missing = [role for role in ("query", "positive") if not found[role] and not found[f"{role}_image"]]
     if not missing:
         return None
+    if QUERY in columns and "query" in missing:
+        return (
+            f"{QUERY} without {POSITIVE_MESSAGES} (it has {listed(columns)}): a record of messages needs both, "
+            "or write query and positive"
+        )
     free = [name for name in columns if not any(name in names for names in found.values())]
-    example = guess_mapping(free, missing)
+    images = found["positive_image"]
+    if missing == ["query"] and found["positive"] and images:
+        example = {images[0]: "query_image"}  # two columns of documents, of which one must be the query
+    elif missing == ["query"] and TEXT in free:
+        example = {TEXT: "query"}
+    else:
+        example = guess_mapping(free, missing)
     for role in missing:
         if not any(target.startswith(role) for target in example.values()):
             example[f"your_{role}"] = role  # any other column would be a guess by its position alone
     shown_example = ", ".join(f"{_quoted(name)}: {role}" for name, role in example.items())
     classes = ""
-    if TEXT in columns and "query" in missing and len(columns) == 2:
+    if TEXT in columns and "query" in missing and len(columns) == 2 and not images:
         other = next(name for name in columns if name != TEXT)
         classes = f", or, if {shown(other)} is the class of a text, with column_mapping: {{{_quoted(other)}: label}}"
     return (

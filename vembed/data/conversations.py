@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from vembed.data.examples import BadRecord
@@ -16,6 +17,15 @@ _IMAGE = "<image>"
 def is_conversation(record: dict[str, Any]) -> bool:
     """Return True if a record has its query and its positives as messages."""
     return isinstance(record.get(QUERY), list) and POSITIVE_MESSAGES in record
+
+
+def fields_of(columns: Iterable[str]) -> dict[str, str]:
+    """Return the field as which each column of a table is read: its own name, except in a table of conversations."""
+    names = list(columns)
+    known: dict[str, str] = {}
+    if QUERY in names and POSITIVE_MESSAGES in names:
+        known = {name: field for messages, images, field in _SIDES for name in (messages, images)} | {"label": "score"}
+    return {name: known.get(name, name) for name in names}
 
 
 def as_fields(record: dict[str, Any]) -> dict[str, Any]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import csv
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from vembed.data.blocks import Found
-from vembed.data.columns import Columns
+from vembed.data.columns import Columns, guess_mapping, refuse_repeated
 from vembed.data.examples import BadRecord
-from vembed.data.messages import listed
 from vembed.data.readers import MAX_RECORD, TextFile
 from vembed.errors import UserError
 
@@ -59,13 +57,13 @@ class DelimitedFile(TextFile):
         return self._record(self._bytes(start, size))
 
     def _check_header(self, columns: Columns) -> None:
-        twice = [name for name, count in Counter(self._header).items() if count > 1 and name]
-        if twice:
-            raise UserError(f"{self.name} has more than one column named {listed(twice)}")
+        refuse_repeated(self.name, self._header)
         try:
             columns.check(self._header)
         except UserError as error:
-            raise UserError(f"{self.name}: {error}") from error
+            is_odd = not guess_mapping(self._header, ("query", "positive"))
+            hint = "; the first line of the file is taken for the names of the columns" if is_odd else ""
+            raise UserError(f"{self.name}: {error}{hint}") from error
 
     def _first_line(self) -> str:
         with self._from(self._begin) as file:
@@ -88,6 +86,8 @@ class DelimitedFile(TextFile):
                         return
                     if self._header and len(row) != len(self._header) and feed.num_lines > 1:
                         problem = f"quoted over {feed.num_lines:,d} lines, which make {len(row):,d} cells"
+                    elif self._header and feed.num_lines > 1 and self._are_rows(start, feed.size):
+                        problem = f"quoted over {feed.num_lines:,d} lines, each of which is a row"
                 except csv.Error as error:
                     problem = f"not CSV ({_reason(error)})"
                 except BadRecord as error:
@@ -101,6 +101,11 @@ class DelimitedFile(TextFile):
                 yield start, size, number, problem
                 start += size
                 number += num_lines
+
+    def _are_rows(self, start: int, size: int) -> bool:
+        """Return whether each line of a record in TSV is a row: its quotes are ordinary characters then."""
+        lines = self._bytes(start, size).rstrip(b"\r\n").split(b"\n")
+        return self._is_tsv and all(line.count(b"\t") == len(self._header) - 1 for line in lines)
 
     @property
     def _is_tsv(self) -> bool:

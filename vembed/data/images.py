@@ -26,6 +26,10 @@ MAX_PIXELS = 89_478_485
 MAX_BYTES = 256 * 2**20
 """Larger image files are refused."""
 URL_SECONDS = 30.0
+LONGEST_NAME = 64
+"""Characters of a text beyond which one that begins as an image in base64 does is no path."""
+_ENCODED = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""Beginnings of images in base64: a data URI, PNG, JPEG, GIF and WebP."""
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"})
 """Endings of files that are taken for images in a folder."""
@@ -58,6 +62,11 @@ class ImageRoot:
         """Return the reference for a path or address in a record. Opens nothing."""
         if "\0" in path or not path.strip():
             raise BadRecord("an image path is empty or has a NUL character in it")
+        if path.startswith(_ENCODED) and len(path) > LONGEST_NAME:
+            raise BadRecord(
+                f"{shown(path)} is an image in base64, and a path is expected: decode it into a file, or into bytes in "
+                "Parquet"
+            )
         if "://" in path:
             return self._address(path)
         if path.startswith("/"):
@@ -151,12 +160,20 @@ def _named(image: ImageRef) -> Iterator[None]:
         raise UserError(f"{image_name(image)} has more than {MAX_PIXELS:,d} pixels: scale it down") from error
     except UnidentifiedImageError as error:
         known = ", ".join(_formats())
-        raise UserError(f"{image_name(image)} is none, or of an unknown format (known: {known})") from error
+        texts = "; if the column holds texts, write it as strings, not as bytes" if _is_text(image.data) else ""
+        raise UserError(f"{image_name(image)} is none, or of an unknown format (known: {known}){texts}") from error
     except FileNotFoundError as error:
         raise UserError(f"{image_name(image)} does not exist") from error
     except (*_BROKEN, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(f"{image_name(image)} is broken or cannot be read: {reason or type(error).__name__}") from error
+
+
+def _is_text(data: bytes | None) -> bool:
+    try:
+        return data is not None and data.decode().isprintable()
+    except UnicodeDecodeError:
+        return False
 
 
 def image_name(image: ImageRef) -> str:

@@ -11,7 +11,9 @@ ROOM = "free some space, or set XDG_CACHE_HOME to a folder with more"
 
 
 def shown(name: str, longest: int = 40) -> str:
-    """Return a name shortened and with only printable characters."""
+    """Return a name shortened and with only printable characters; two quotes for an empty one."""
+    if not name:
+        return "''"
     cut = name if len(name) <= longest else f"{name[:longest]}..."
     return "".join(letter if letter.isprintable() else "?" for letter in cut)
 

@@ -135,9 +135,7 @@ def _named(copy: Path, name: str, columns: Columns, cache: Path, num_files: int 
 def _open_file(path: Path, columns: Columns, cache: Path, num_files: int = 1) -> Reader:
     """Return the reader of one of the files of a source."""
     kind = path.suffix.lower()
-    if kind in (".jsonl", ".ndjson"):
-        return JsonLines(path)
-    if kind == ".json":
+    if kind in (".jsonl", ".ndjson", ".json"):  # a list is an array in any of them: no record is one
         with path.open("rb") as file:
             is_array = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
         return JsonArray(path) if is_array else JsonLines(path)

@@ -6,19 +6,19 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any, Literal
 
+from vembed.config.terms import SCORED
 from vembed.data.blocks import Block
-from vembed.data.columns import Columns, Layout
+from vembed.data.columns import INSIDE, Columns, Layout
 from vembed.data.conversations import POSITIVE_MESSAGES, as_fields, is_conversation
 from vembed.data.examples import BadRecord, Example, ImageRef, Item
 from vembed.data.images import ImageRoot
-from vembed.data.messages import listed
+from vembed.data.messages import listed, shown
 
 Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 
-SCORED = frozenset({"cosent", "cosine", "angle"})
-"""Losses that need a score for every pair."""
 MATCHED = frozenset({"infonce", "sigmoid", "triplet", "circle"})
 """Losses that take every pair for a match."""
 NO_NEGATIVE = "no negative"
@@ -38,20 +38,23 @@ class RecordFormat:
         losses: Collection[str] = (),
         max_negatives: int | None = None,
         numbers_in_text: bool = False,
+        bounded_scores: bool = False,
     ) -> None:
-        """`losses`: refuse records that one of these cannot use. `numbers_in_text`: accept numbers as text (CSV)."""
+        """`losses`: refuse records that one of these cannot use. `numbers_in_text`: accept numbers as text (CSV).
+        `bounded_scores`: refuse scores that no cosine can have."""
         self._images = images
         self._query_is_path = mode in ("i2t", "i2i")
         self._document_is_path = mode in ("t2i", "i2i", "m2i")
         self.columns = columns
-        self._losses = tuple(losses)
+        self.losses = tuple(losses)
         self._max_negatives = max_negatives
         self._numbers_in_text = numbers_in_text
+        self._bounded_scores = bounded_scores
 
     @property
     def takes_matches(self) -> bool:
         """True if pairs without scores are taken for matches: by a loss, or by an evaluation."""
-        return not self._losses or not MATCHED.isdisjoint(self._losses)
+        return not self.losses or not MATCHED.isdisjoint(self.losses)
 
     def num_plain_negatives(self, block: Block) -> int | None:
         """Return the number of negatives of each record, if all are pairs of good texts in the same columns and
@@ -69,7 +72,7 @@ class RecordFormat:
             return None
         negatives = ((Item(),) * len(layout.negatives))[: self._max_negatives]
         try:
-            for loss in self._losses:
+            for loss in self.losses:
                 self._check_loss(loss, layout, negatives, None)
         except BadRecord:
             return None
@@ -101,15 +104,21 @@ class RecordFormat:
         # After the scores: a list of scores counts all negatives of the record.
         negatives = negatives[: self._max_negatives]
         negative_scores = None if negative_scores is None else negative_scores[: self._max_negatives]
-        for loss in self._losses:
+        for loss in self.losses:
             self._check_loss(loss, layout, negatives, scores)
+        too_large = next((one for one in scores or () if abs(one) > 1), None) if self._bounded_scores else None
+        if too_large is not None:
+            raise BadRecord(
+                f"{layout.score} is {too_large:g}, and loss: cosine compares it with a cosine, which is in [-1, 1]: "
+                "scale the scores (ratings from 0 to 5 by 1/5), or use loss: cosent"
+            )
         return Example(query, positives, negatives, scores, where, negative_scores).naming_images()
 
     def _labelled(self, query: Item, label: Any, layout: Layout, where: str) -> Example:
         """Return the example of an item with a class. Its positive is chosen where the other examples are known."""
         if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():
             raise BadRecord(f"{layout.label} is {described(label)}, not the name or number of a class")
-        for loss in self._losses:
+        for loss in self.losses:
             self._check_loss(loss, layout, (), None)
         return Example(query, (query,), where=where, label=str(label)).naming_images()
 
@@ -181,7 +190,7 @@ class RecordFormat:
 
     def _object(self, value: dict[str, Any], images: tuple[ImageRef, ...], name: str) -> Item:
         for key in value.keys() - _ITEM_KEYS:
-            self.columns.note_unused(f"{key} (inside of an item)")
+            self.columns.note_unused(key + INSIDE)
         if value.get("bytes") is not None or value.get("path") is not None:
             images = (*images, self._image(value, name))
         for key in ("image", "images"):
@@ -248,8 +257,8 @@ class RecordFormat:
     def _score(self, value: Any, name: str) -> float:
         if self._numbers_in_text and isinstance(value, str) and _NUMBER.fullmatch(value):
             value = float(value)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise BadRecord(f"{name} is {described(value)}, not a number")
+        if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+            raise BadRecord(f"{name} is {_quoted(value)}, not a number")
         try:
             number = float(value)
         except OverflowError as error:
@@ -300,6 +309,11 @@ def described(value: Any) -> str:
         return f"a number ({shown})"
     names = {str: "a text", list: "a list", dict: "an object", bytes: "bytes"}
     return next((name for kind, name in names.items() if isinstance(value, kind)), f"a {type(value).__name__}")
+
+
+def _quoted(value: Any) -> str:
+    """Return a text with its beginning, other values as `described`."""
+    return f"the text {shown(value)!r}" if isinstance(value, str) else described(value)
 
 
 def _plural(word: str, count: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
@@ -15,18 +14,20 @@ import numpy as np
 
 from vembed.config.entries import DataSource
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import TEXTS_ALONE, losses_of, source_config
+from vembed.config.terms import TEXTS_ALONE, losses_of, reads_scores, source_config
 from vembed.config.user_folders import cache_folder
 from vembed.data.batches import ContentKeys
 from vembed.data.cache import IndexCache, short_hash
 from vembed.data.class_batches import next_of_class
-from vembed.data.columns import Columns, unread_judgement
+from vembed.data.columns import Columns, unread_judgement, unread_negatives
+from vembed.data.conversations import is_conversation
 from vembed.data.examples import BadRecord, Example, ReadAs
 from vembed.data.images import ImageRoot
 from vembed.data.index import Index, build_index
 from vembed.data.index_parts import NUM_SHOWN, content_keys
 from vembed.data.messages import joined, listed
 from vembed.data.opening import open_reader
+from vembed.data.plain_texts import taken_for_texts
 from vembed.data.readers import Reader
 from vembed.data.records import NO_NEGATIVE, RecordFormat
 from vembed.data.tables import Role
@@ -38,8 +39,6 @@ CACHE_AFTER_SECONDS = 1.0
 
 NUM_LOOKED_AT = 20
 _Opened = tuple[Reader, RecordFormat, Index, tuple[FileStamp, ...]]
-_LIST = re.compile(r"""\[\s*['"].*['"]\s*\]""", re.DOTALL)
-_PATH = re.compile(r"\S.*\.(jpe?g|png|webp|gif|bmp|tiff?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,8 @@ class _Source:
     """Of its files, before they were read."""
     mates: np.ndarray | None
     """The next example of the class of each, in labelled data."""
+    reads_scores: bool
+    """Whether a loss of the source reads scores of the data."""
 
     @property
     def labels(self) -> np.ndarray | None:
@@ -116,11 +117,15 @@ class _Source:
         return "data: " + ", ".join(parts)
 
     def doubts(self) -> list[str]:
-        """Return what is probably not meant: pairs whose column of judgements is not read, paths of images that are
-        taken for texts, lists that a table of texts holds as one text each, and records that were left out."""
-        is_pairs = self.labels is None and not self.index.counts.scored and self.form.takes_matches
-        judgement = unread_judgement(self.index.unused) if is_pairs else None
-        found = [] if judgement is None else [judgement]
+        """Return what is probably not meant: columns and scores that are not read, contents that are taken for plain
+        texts, and records that were left out."""
+        counts, unused = self.index.counts, self.index.unused
+        takes_matches, is_training = self.labels is None and self.form.takes_matches, bool(self.form.losses)
+        found = [unread_negatives(unused)] if self.labels is None and is_training else []
+        if takes_matches and not counts.scored:
+            found.append(unread_judgement(unused))
+        if takes_matches and counts.scored and is_training and not self.reads_scores:
+            found.append(self._unread_scores())
         num_bad, num_records = self.index.num_bad, len(self.index) + self.index.num_bad
         if num_bad:
             found.append(
@@ -128,19 +133,21 @@ class _Source:
                 "log names the first"
             )
         first = [self.example(number) for number in range(min(NUM_LOOKED_AT, self.size))]
-        found += _paths_taken_for_texts(first)
-        if not self.reader.numbers_in_text:
-            return found
-        for name, texts in (
-            ("positives", [item.text or "" for one in first for item in one.positives]),
-            ("negatives", [item.text or "" for one in first for item in one.negatives]),
-        ):
-            if texts and all(_LIST.fullmatch(text) for text in texts):
-                found.append(
-                    f"its {name} look like lists ({texts[0]!r:.60}), and each is taken for one text: write JSON Lines "
-                    "or Parquet, whose fields can be lists, or a column for each"
-                )
-        return found
+        return [one for one in found if one is not None] + taken_for_texts(first, unused)
+
+    def _unread_scores(self) -> str:
+        name = next(filter(None, map(self._score_column, range(min(NUM_LOOKED_AT, self.size)))), "score")
+        way_out = "set loss: cosent if it says how well a pair matches, or leave out the pairs that do not match"
+        if self.index.counts.negatives:
+            way_out = "set loss: kl and teacher: scores if it is a teacher's, or leave out the pairs that do not match"
+        losses = " and ".join(self.form.losses)
+        return f"{name} is not read by loss: {losses}, and every pair is taken for a match: {way_out}"
+
+    def _score_column(self, number: int) -> str | None:
+        """Return the column with the score of an example."""
+        record = self.record(number)
+        name = "label" if is_conversation(record) else self.form.columns.layout(tuple(record)).score
+        return name if name is not None and record.get(name) is not None else None
 
 
 class ExampleStore:
@@ -261,6 +268,8 @@ def open_examples(
     cache = cache_folder() if cache_dir is None else cache_dir
     opened = [_open_source(config, source, role, cache, alone=len(given) == 1) for source in given]
     _refuse_bad_records(config, opened, role)
+    if role == "train" and len(given) > 1:
+        _refuse_names_nowhere(given, opened)
     limit = config.max_train_examples if role == "train" else None
     sources = [
         _Source(
@@ -273,6 +282,7 @@ def open_examples(
             _read_as(source),
             stamps,
             _mates(index, size),
+            reads_scores(source_config(config, source)),
         )
         for source, (reader, form, index, stamps), size in zip(
             given, opened, _sizes([len(index) for _, _, index, _ in opened], limit), strict=True
@@ -293,6 +303,7 @@ def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Pat
     stamps = tuple(FileStamp.of(path) for path in reader.files())
     images = ImageRoot(config.image_root or str(reader.folder), allow_urls=config.allow_image_urls)
     losses, max_negatives = (losses_of(own), own.max_negatives) if role == "train" else ((), None)
+    bounded = "cosine" in losses and own.similarity == "cosine"
     form = RecordFormat(
         columns,
         images,
@@ -300,6 +311,7 @@ def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Pat
         losses=losses,
         max_negatives=max_negatives,
         numbers_in_text=reader.numbers_in_text,
+        bounded_scores=bounded,
     )
     with_keys = config.no_duplicates and role == "train"
     options = [
@@ -311,7 +323,7 @@ def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Pat
         losses,
         max_negatives,
         with_keys,
-        *([True] if may_miss and mapping else []),  # names that no record has are let pass
+        bounded,
     ]
     kept = IndexCache(cache, reader.files(), options)
     # Without the unpacked rows, to which an index points, the pass is made again.
@@ -319,7 +331,7 @@ def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Pat
     if index is None:
         began = time.monotonic()
         index = build_index(reader, form, with_keys=with_keys)
-        if index.missing:
+        if index.missing and not may_miss:
             raise UserError(
                 f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
             )
@@ -361,6 +373,15 @@ def _refuse_bad_records(config: TrainConfig, opened: Sequence[_Opened], role: Ro
             raise UserError(f"{reader.name} holds {reason}")
 
 
+def _refuse_names_nowhere(given: Sequence[DataSource], opened: Sequence[_Opened]) -> None:
+    """Raise UserError if the run's column_mapping has a name that none of the sources has which it serves."""
+    served = [one for source, one in zip(given, opened, strict=True) if source.column_mapping is None]
+    nowhere = set.intersection(*(set(index.missing) for _, _, index, _ in served)) if served else set()
+    if nowhere:
+        near = next((hint for _, form, _, _ in served if (hint := form.columns.nearest())), "")
+        raise UserError(f"column_mapping names {listed(sorted(nowhere))}, which no record of any source has{near}")
+
+
 def _sizes(sizes: list[int], limit: int | None) -> list[int]:
     """Return the number of examples of each source: all, or a part of the limit proportional to its size (min. 1)."""
     total = sum(sizes)
@@ -380,24 +401,6 @@ def _fingerprint(config: TrainConfig, given: Sequence[DataSource], sources: Sequ
             for one, entry in zip(sources, given, strict=True)
         ],
     )
-
-
-def _paths_taken_for_texts(examples: Sequence[Example]) -> list[str]:
-    """Return advice if the texts of all these examples look like paths of images."""
-    queries = [one.query for one in examples]
-    documents = [positive for one in examples for positive in one.positives]
-    are_paths = [
-        bool(items) and all(_PATH.fullmatch(item.text or "") for item in items) for items in (queries, documents)
-    ]
-    if not any(are_paths):
-        return []
-    mode = "2".join("i" if is_path else "t" for is_path in are_paths)
-    which = " and ".join(name for name, is_path in zip(("queries", "documents"), are_paths, strict=True) if is_path)
-    example = (documents if are_paths[1] else queries)[0].text
-    return [
-        f"its {which} look like paths of images ({example!r:.80}), and are taken for texts: if they are paths, set "
-        f"retrieval_mode: {mode}"
-    ]
 
 
 def _own(read_as: ReadAs) -> list[tuple[object, ...]]:

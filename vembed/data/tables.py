@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from vembed.data.blocks import Block, Found, grouped
-from vembed.data.columns import Columns
+from vembed.data.columns import Columns, refuse_repeated
 from vembed.data.examples import BadRecord
 from vembed.data.messages import listed
 from vembed.data.readers import MAX_RECORD, Part
@@ -181,7 +181,8 @@ def _one_split(name: str, found: Any, role: Role) -> Any:
 
 
 def check_columns(name: str, columns: Columns, names: Sequence[str]) -> None:
-    """Raise UserError if a table lacks a required column."""
+    """Raise UserError if a table lacks a required column, or has two of one name."""
+    refuse_repeated(name, names)
     try:
         columns.check(names)
     except UserError as error:

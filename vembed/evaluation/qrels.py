@@ -25,7 +25,8 @@ def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | st
                 continue
             # Not strip: a field may be empty or end in blanks.
             fields = line.rstrip("\r\n").split("\t")
-            if len(fields) == 1 and len(words := line.split()) == 4:
+            words = line.split() if len(fields) == 1 else fields
+            if len(words) == 4:
                 fields = [words[0], words[2], words[3]]  # trec_eval's format: query, 0, document, grade
             if number == 1 and not _is_whole(fields[-1]):
                 continue  # header line
