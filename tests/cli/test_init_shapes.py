@@ -15,6 +15,8 @@ from vembed.config.loading import load_config
 
 ROWS = [{"Question": f"where is number {n}?", "Answer": f"number {n} is behind {n + 1}"} for n in range(240)]
 
+SIDES = ("messages", "positive_messages")
+
 
 def written(kind: str) -> str:
     """Write ROWS; return the path."""
@@ -83,6 +85,7 @@ def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(vembed: Command,
         ("Where is the cat?,In the house by the river\nWhere is the dog?,There\n", "if it is a record, put a line"),
         ("sentence1,sentence2,label\na,b,0\nc,d,1\ne,f,2\n", "label (0, 1, 2) is taken for a score"),
         ("query,positive\na,b\n,d\n", "1 of the first 2 records cannot be used, record 2: query is empty"),
+        ("query,positive,negative1\na,b,c\nd,e,f\n", "negative1 is not read: if it holds negatives"),
     ],
 )
 def test_doubts_are_said_and_stand_in_the_config(vembed: Command, content: str, doubt: str) -> None:
@@ -107,3 +110,23 @@ def test_good_data_raise_no_doubts(vembed: Command) -> None:
     Path("a.csv").write_text("query,positive,page\na,b,1\nc,d,2\n")
     done = vembed("init", "--data", "a.csv")
     assert done.code == 0 and "note: " not in done.err and "CHECK" not in Path("vembed.yaml").read_text()
+
+
+@pytest.mark.parametrize("kind", ["passages", "conversations", "for_excel", "quotes"])
+def test_shapes_of_other_programs(vembed: Command, kind: str) -> None:
+    passage = "word " * 60
+    name, lines = {
+        "passages": ("a.jsonl", {"query": "q", "positive_passages": [{"title": "t", "text": passage}]}),
+        "conversations": ("a.jsonl", {side: [{"role": "user", "content": passage}] for side in SIDES} | {"label": 0.5}),
+        "for_excel": ("a.csv", "sep=;\nquery;positive\n" + f"q;{passage}\n" * 60),
+        "quotes": ("a.tsv", "query\tpositive\n" + f'q\t"{passage}\nr\t{passage}"\n' * 30),
+    }[kind]
+    Path(name).write_text(lines if isinstance(lines, str) else (json.dumps(lines) + "\n") * 60)
+    done = vembed("init", "--data", name, "--model", str(shared(tiny_bert)))
+    assert done.code == 0, done.err
+    config = load_config("vembed.yaml")
+    assert (config.max_length or 0) >= 60, "a text of 60 words is not cut"
+    assert config.loss == ("cosent" if kind == "conversations" else "infonce") and config.column_mapping is None
+    assert "# Data: 60 records" in Path("vembed.yaml").read_text()
+    done = vembed("train", "vembed.yaml", "val_split=null", "--dry-run")
+    assert done.code == 0, done.err

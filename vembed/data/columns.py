@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vembed.data.conversations import POSITIVE_MESSAGES, QUERY, fields_of
@@ -309,14 +309,25 @@ def _problem(found: dict[str, list[str]], columns: tuple[str, ...]) -> str | Non
         if not any(target.startswith(role) for target in example.values()):
             example[f"your_{role}"] = role  # any other column would be a guess by its position alone
     shown_example = ", ".join(f"{_quoted(name)}: {role}" for name, role in example.items())
-    classes = ""
-    if TEXT in columns and "query" in missing and len(columns) == 2 and not images:
-        other = next(name for name in columns if name != TEXT)
-        classes = f", or, if {shown(other)} is the class of a text, with column_mapping: {{{_quoted(other)}: label}}"
     return (
         f"no {' and no '.join(missing)} (it has {listed(columns) or 'no fields'}): say which column it is with "
-        f"column_mapping: {{{shown_example}}}{classes}"
+        f"column_mapping: {{{shown_example}}}{_otherwise(columns, missing, has_images=bool(images))}"
     )
+
+
+def _otherwise(columns: tuple[str, ...], missing: Sequence[str], *, has_images: bool) -> str:
+    """Return what a record without a query may be instead: a text with a class, or a text alone."""
+    if "query" not in missing or has_images:
+        return ""
+    if len(columns) == 1:
+        return ", or make pairs of texts alone with `vembed generate`"
+    ours = next((name for name in (TEXT, LABEL) if name in columns), None)
+    if ours is None or len(columns) != 2:
+        return ""
+    other = next(name for name in columns if name != ours)
+    entry = f"{_quoted(other)}: {LABEL if ours == TEXT else TEXT}"
+    which = other if ours == TEXT else LABEL
+    return f", or, if {shown(which)} is the class of a text, with column_mapping: {{{entry}}}"
 
 
 def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +19,7 @@ log = logging.getLogger("vembed")
 
 DELIMITERS = (",", ";", "\t", "|")
 """Delimiters that are recognised."""
+_SEPARATOR = re.compile(r"sep=(.)\r?\n")
 
 
 class DelimitedFile(TextFile):
@@ -29,11 +31,14 @@ class DelimitedFile(TextFile):
         super().__init__(path)
         # The limit is global to the process; raising it is harmless.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
-        self._delimiter = delimiter_of(self._first_line(), delimiter)
+        first, number = self._first_line(), 1
+        if said := _SEPARATOR.fullmatch(first):  # a line for Excel, before the header
+            self._begin, number = self._begin + len(first.encode()), 2
+        self._delimiter = said[1] if said else delimiter_of(first, delimiter)
         if self._delimiter != delimiter:
             log.info("%s: fields are separated by %r, not %r, as its header shows", path, self._delimiter, delimiter)
         self._header: list[str] = []
-        start, size, number, problem = next(self._spans(self._begin, 1), (0, 0, 1, "there is none"))
+        start, size, number, problem = next(self._spans(self._begin, number), (0, 0, number, "there is none"))
         header = BadRecord(problem) if problem else self._row(self._bytes(start, size))
         if isinstance(header, BadRecord):
             hint = ", or let `vembed init --data` make such a copy" if "not UTF-8" in str(header) else ""
@@ -41,6 +46,11 @@ class DelimitedFile(TextFile):
         self._header = header
         self._data = start + size, number + self._bytes(start, size).count(b"\n")
         self._check_header(columns)
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        return tuple(self._header)
 
     def scan(self) -> Iterator[Found]:
         """Yield all records in order."""

@@ -49,6 +49,7 @@ class RecordFormat:
         self.losses = tuple(losses)
         self._max_negatives = max_negatives
         self._numbers_in_text = numbers_in_text
+        self._null = "empty" if numbers_in_text else "null"  # a cell without a text
         self._bounded_scores = bounded_scores
 
     @property
@@ -96,7 +97,7 @@ class RecordFormat:
         positives = self._items(record, layout.positive, layout.positive_image, self._document_is_path)
         if not positives:
             name = layout.positive or layout.positive_image or ""
-            raise BadRecord(f"{name} is {'null' if record[name] is None else 'an empty list'}")
+            raise BadRecord(f"{name} is {self._null if record[name] is None else 'an empty list'}")
         negatives: tuple[Item, ...] = ()
         if layout.negatives or layout.negative_image:
             negatives = self._negatives(record, layout)
@@ -130,7 +131,7 @@ class RecordFormat:
             raise BadRecord(f"{layout.query} is a list, and one item is expected")
         images = self._image_list(record[layout.query_image], layout.query_image) if layout.query_image else ()
         if value is None and not images:
-            raise BadRecord(f"{layout.query or layout.query_image} is null")
+            raise BadRecord(f"{layout.query or layout.query_image} is {self._null}")
         return self._item(value, images, self._query_is_path, str(layout.query))
 
     def _prompted(self, query: Item, prompt: Any, name: str) -> Item:
@@ -182,7 +183,7 @@ class RecordFormat:
         if value is None and images:
             return Item(images=images)
         if value is None:
-            raise BadRecord(f"{name} is null")
+            raise BadRecord(f"{name} is {self._null}")
         if isinstance(value, list):
             raise BadRecord(f"{name} is a list inside of a list")
         way_out = "; write it as text, in quotes" if type(value) in (int, float) else ""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from vembed.data.columns import Columns, Layout, unread_judgement
+from vembed.data.columns import Columns, Layout, unread_judgement, unread_negatives
 from vembed.data.examples import BadRecord
 from vembed.data.images import ImageRoot
 from vembed.data.messages import shown
@@ -27,9 +27,11 @@ def doubts_about(
     columns = Columns(mapping)
     layout = columns.layout(sample.columns)
     found = [_bad_records(sample, data, columns, loss, mode), _header(sample), _classes(sample, layout)]
-    if layout.label is None and layout.score is None:
+    if layout.label is None:
         read = set(layout.columns())
-        found.append(unread_judgement(name for name in sample.columns if name not in read))
+        unused = [name for name in sample.columns if name not in read]
+        found.append(unread_judgement(unused) if layout.score is None else None)
+        found.append(unread_negatives(unused))
     return [one for one in found if one is not None]
 
 

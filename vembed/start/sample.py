@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 
 from vembed.config.user_folders import cache_folder
 from vembed.data.class_folders import class_records, is_class_folder
-from vembed.data.delimited import delimiter_of
+from vembed.data.columns import Columns
+from vembed.data.delimited import DelimitedFile
 from vembed.data.fetching import CODECS, is_address, is_pattern, unpacked_copy
 from vembed.data.opening import data_files, files_of_pattern, unknown_ending
 from vembed.data.tables import is_saved_dataset, saved_split
@@ -59,8 +59,23 @@ def read_sample(path: Path) -> FileSample:
         raise unknown_ending(path)
     try:
         return _READERS[kind](path)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
+
+
+def texts_of(value: Any) -> list[str | None]:
+    """Return the texts of a field, which may be a list and have objects; None for each entry that is not text alone."""
+    entries: list[Any] = value if isinstance(value, list) else [value]
+    return [_text_of(one) for one in entries if one is not None]
+
+
+def _text_of(entry: Any) -> str | None:
+    if not isinstance(entry, dict):
+        return entry if isinstance(entry, str) else None
+    text, title = entry.get("text"), entry.get("title")
+    if not isinstance(text, str) or any(entry.get(name) is not None for name in ("image", "images", "bytes", "path")):
+        return None
+    return f"{title} {text}".strip() if isinstance(title, str) else text
 
 
 def _folder(path: Path) -> FileSample:
@@ -119,21 +134,25 @@ def _json_list(text: str) -> list[Record]:
 
 
 def _delimited(path: Path) -> FileSample:
-    csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE))
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        delimiter = delimiter_of(file.readline(MAX_LINE), "\t" if path.suffix.lower() == ".tsv" else ",")
-        file.seek(0)
-        reader = csv.DictReader(file, delimiter=delimiter)
-        rows = list(islice(reader, NUM_RECORDS))
-        is_short = path.stat().st_size <= COUNTED_BYTES
-        num_records = len(rows) + (sum(1 for _ in reader) if is_short else 0)
-    if not rows:
+    reader = DelimitedFile(path, "\t" if path.suffix.lower() == ".tsv" else ",", _AnyColumns())
+    found = reader.scan()
+    # A row that is no record has no cells here; training says where it is and what is wrong.
+    records = [
+        record if isinstance(record, dict) else dict.fromkeys(reader.header)
+        for _, _, _, record in islice(found, NUM_RECORDS)
+    ]
+    if not records:
         raise UserError(f"{path}: has no rows below its header")
-    # DictReader puts surplus cells under None.
-    records = [{str(name): value for name, value in row.items() if name is not None} for row in rows]
-    if is_short:
-        return FileSample(records, num_records, is_delimited=True)
+    if path.stat().st_size <= COUNTED_BYTES:
+        return FileSample(records, len(records) + sum(1 for _ in found), is_delimited=True)
     return FileSample(records, _estimated(path, records), is_estimate=True, is_delimited=True)
+
+
+class _AnyColumns(Columns):
+    """Columns of a file whose header is only looked at."""
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Accept any header."""
 
 
 def _parquet(path: Path) -> FileSample:

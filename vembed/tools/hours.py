@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,7 @@ from vembed.errors import UserError
 from vembed.families.decisions import describe
 from vembed.models.processors import load_tokenizer
 from vembed.progress import duration
-from vembed.start.sample import read_sample
+from vembed.start.sample import read_sample, texts_of
 
 USED_SHARE = {True: 0.35, False: 0.6}
 """Assumed share of the peak that training reaches: in 16 bits, and in float32."""
@@ -192,11 +192,6 @@ def _texts(record: Mapping[str, Any], mapping: Mapping[str, str] | None, most: i
     layout = Columns(mapping).layout(tuple(record))
     yield from (None for name in (layout.query_image, layout.positive_image, layout.negative_image) if name)
     for name in (layout.query, layout.positive):
-        yield from _strings(record.get(name) if name else None)
-    negatives = [one for name in layout.negatives for one in _strings(record.get(name))]
+        yield from texts_of(record.get(name) if name else None)
+    negatives = [one for name in layout.negatives for one in texts_of(record.get(name))]
     yield from negatives[:most]
-
-
-def _strings(value: Any) -> Sequence[str | None]:
-    entries = value if isinstance(value, list) else [value]
-    return [one if isinstance(one, str) else None for one in entries if one is not None]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.options import join_words, nearest
 from vembed.data.columns import Columns
+from vembed.data.conversations import as_fields, is_conversation
+from vembed.data.examples import BadRecord
 from vembed.data.images import IMAGE_SUFFIXES
 from vembed.data.records import Mode
 from vembed.errors import UserError
@@ -20,7 +22,7 @@ from vembed.start.ask import confirm, is_terminal
 from vembed.start.doubts import doubts_about
 from vembed.start.guess import guess
 from vembed.start.language import is_english
-from vembed.start.sample import FileSample, read_sample
+from vembed.start.sample import FileSample, read_sample, texts_of
 from vembed.start.utf8_copy import utf8_copy
 from vembed.tools.demo import demo_model
 
@@ -248,6 +250,7 @@ def _training_lines(family: Family, looked: Looked, val_data: str | None, facts:
 
 def look_at(sample: FileSample, data: str, given: Mapping[str, str], mode: Mode = "auto") -> Looked:
     """Return what the first records show. `given`: columns that the user names."""
+    sample = replace(sample, records=[_fields(record) for record in sample.records])
     if not sample.records:
         return Looked(sample, dict(given), "infonce", "not looked at (no file of that name here)", {}, [], [])
     names = sample.columns
@@ -271,16 +274,24 @@ def look_at(sample: FileSample, data: str, given: Mapping[str, str], mode: Mode 
     first = len(sample.records)
     many = f"{'about ' if sample.is_estimate else ''}{sample.num_records:,d} records"
     about = f"{many}; the first {first:,d} records have {', '.join(layout.columns())}"
-    queries = [value for record in sample.records if isinstance(value := record.get(layout.query or ""), str)]
-    documents = [text for record in sample.records for text in _texts(record.get(layout.positive or ""))]
+    queries = _texts(sample, (layout.query,))
+    documents = _texts(sample, (layout.positive, *layout.negatives))
     loss = "cosent" if scored else "infonce"
     doubts = doubts_about(sample, data, mapping, loss, mode)
     return Looked(sample, mapping, loss, about, guesses, queries, documents, doubts)
 
 
-def _texts(value: Any) -> list[str]:
-    entries: Sequence[Any] = value if isinstance(value, list) else [value]
-    return [one for one in entries if isinstance(one, str)]
+def _fields(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record of conversations; other records, and those that cannot be read, as they are."""
+    try:
+        return as_fields(record) if is_conversation(record) else record
+    except BadRecord:
+        return record
+
+
+def _texts(sample: FileSample, names: Sequence[str | None]) -> list[str]:
+    found = (text for record in sample.records for name in names for text in texts_of(record.get(name or "")))
+    return [text for text in found if text is not None]
 
 
 def _said(lengths: values.Lengths | None, limit: int | None) -> str:
