@@ -42,6 +42,7 @@ def test_texts_that_look_like_lists_are_warned_of(tmp_path: Path) -> None:
         ({"relatedness_score": 1}, {}, "relatedness_score is not read"),
         ({"label_text": "x", "match_id": 3}, {}, None),
         ({"negative1": "n", "bm25 negatives": ["m"]}, {}, "{bm25 negatives: negative, negative1: negative}"),
+        ({"Instruction": "i", "prompt_id": 3}, {}, "Instruction is not read: .* {Instruction: query_prompt}"),
         ({"negative_ids": [3], "is_negative": False, "negative_1": "n"}, {}, None),
         ({"query": "<image>what", "images": ["a.jpg"]}, {}, "<image> in them and no image .*; the column images is"),
     ],
@@ -54,7 +55,7 @@ def test_parts_of_records_that_are_not_read_are_warned_of(
     assert len(warnings) == (expected is not None), warnings
     assert expected is None or re.search(expected, warnings[0])
     assert open_examples(config(**options), str(tmp_path / "a.jsonl"), role="validation").warnings() == [
-        one for one in warnings if "not read by" not in one and "negative1" not in one
+        one for one in warnings if not re.search("not read by|negative1|Instruction", one)
     ], "graded relevance is read in an evaluation, and negatives are no part of it"
 
 

@@ -231,6 +231,7 @@ def test_a_saved_description_is_believed(tmp_path):
     ("name", "said"),
     [
         ("./no/such/folder", "is not a folder"),
+        (__file__, "test_families.py is a file; give the folder with"),
         ("org/model", "not in the Hub's cache"),
         ("a b c", "neither a folder here nor a model on the Hub"),
     ],

@@ -11,6 +11,7 @@ from vembed.config.layers import RESULT_OF
 from vembed.config.options import nearest
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import data_sources
+from vembed.errors import UserError
 
 DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
 # user/name:config:split, where the user, the config and the split may be missing.
@@ -60,18 +61,30 @@ def missing_places(config: TrainConfig, origins: Mapping[str, str]) -> list[str]
     ]
     folder = config.model_name
     if not _exists(folder) and not is_hub_model(folder) and RESULT_OF not in origins["model_name"]:
-        found.append(f"model_name: {folder} is not a folder (looked from {Path.cwd()}){similar_path(folder)}")
+        found.append(
+            f"model_name: {folder} is not a folder (looked from {Path.cwd()}); give an existing folder or a Hub name "
+            f"such as org/model{similar_path(folder)}"
+        )
     if config.image_root is not None and not _exists(config.image_root):
         found.append(f"image_root: {config.image_root} does not exist (looked from {Path.cwd()})")
     return found
 
 
+def require_places(config: TrainConfig, origins: Mapping[str, str]) -> None:
+    """Raise UserError if a file or folder is missing that a run would look for."""
+    if missing := missing_places(config, origins):
+        raise UserError("\n".join([missing[0], *(f"also: {one}" for one in missing[1:])]))
+
+
 def similar_path(path: str) -> str:
     """Return the end of a sentence that names the most similar path beside one that does not exist; empty without
     one."""
+    parts = [one.strip() for one in path.split(",")]
+    if len(parts) > 1 and all(map(_exists, parts)):
+        return f"; if these are several, write a list: [{', '.join(parts)}]"
     place = Path(path).expanduser()
     try:
-        near = nearest(place.name, sorted(one.name for one in place.parent.iterdir()))
+        near = nearest(place.name, sorted(one.name for one in place.parent.iterdir() if one != place))
     except (OSError, ValueError, RuntimeError):
         return ""
     return f"; did you mean {Path(path).parent / near}?" if near else ""

@@ -52,6 +52,8 @@ _NO_JUDGEMENTS = frozenset({"id", "ids", "text", "name", "names", "url", "date"}
 _NEGATIVES = frozenset({"neg", "negs", "negative", "negatives", "rejected"})
 """Words in likely names of columns with negatives."""
 _NO_NEGATIVES = _NO_JUDGEMENTS - {"text"} | {"is", "num", "count", "score", "scores"}
+PROMPTS = frozenset({"prompt", "instruction", "query_instruction", "instruct"})
+"""Likely names of columns with a prompt of the query, beside a query."""
 INSIDE = " (inside of an item)"
 """Behind the name of a field that an object for a query or document has, in lists of what is not read."""
 
@@ -256,6 +258,14 @@ def unread_negatives(unused: Iterable[str]) -> str | None:
     entries = ", ".join(f"{_quoted(name)}: negative" for name in names)
     are, hold = ("is", "it holds") if len(names) == 1 else ("are", "they hold")
     return f"{listed(names)} {are} not read: if {hold} negatives, set column_mapping: {{{entries}}}"
+
+
+def unread_prompt(unused: Iterable[str]) -> str | None:
+    """Return what is wrong where a column that is not read probably holds prompts; None without one."""
+    name = next((one for one in unused if _plain(one) in PROMPTS), None)
+    if name is None:
+        return None
+    return f"{name} is not read: if it goes before the query, set column_mapping: {{{_quoted(name)}: query_prompt}}"
 
 
 def _named(names: Iterable[str], words: frozenset[str], others: frozenset[str]) -> list[str]:

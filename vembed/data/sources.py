@@ -19,7 +19,7 @@ from vembed.config.user_folders import cache_folder
 from vembed.data.batches import ContentKeys
 from vembed.data.cache import IndexCache, short_hash
 from vembed.data.class_batches import next_of_class
-from vembed.data.columns import Columns, unread_judgement, unread_negatives
+from vembed.data.columns import Columns, unread_judgement, unread_negatives, unread_prompt
 from vembed.data.conversations import is_conversation
 from vembed.data.examples import BadRecord, Example, ReadAs
 from vembed.data.images import ImageRoot
@@ -121,7 +121,7 @@ class _Source:
         texts, and records that were left out."""
         counts, unused = self.index.counts, self.index.unused
         takes_matches, is_training = self.labels is None and self.form.takes_matches, bool(self.form.losses)
-        found = [unread_negatives(unused)] if self.labels is None and is_training else []
+        found = [unread_negatives(unused), unread_prompt(unused)] if self.labels is None and is_training else []
         if takes_matches and not counts.scored:
             found.append(unread_judgement(unused))
         if takes_matches and counts.scored and is_training and not self.reads_scores:

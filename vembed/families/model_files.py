@@ -72,6 +72,8 @@ def _located(name: str, revision: str | None, option: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return _inside_a_run(path, option).resolve()
+    if path.is_file():
+        raise UserError(f"{option}: {name} is a file; give the folder with the model's files, {path.parent}")
     if not is_hub_model(name):
         raise UserError(
             f"{option}: {name} is not a folder; give an existing folder or a Hub name such as org/model"

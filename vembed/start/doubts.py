@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from vembed.data.columns import Columns, Layout, unread_judgement, unread_negatives
+from vembed.data.columns import Columns, Layout, unread_judgement, unread_negatives, unread_prompt
 from vembed.data.examples import BadRecord
 from vembed.data.images import ImageRoot
 from vembed.data.messages import shown
@@ -31,7 +31,7 @@ def doubts_about(
         read = set(layout.columns())
         unused = [name for name in sample.columns if name not in read]
         found.append(unread_judgement(unused) if layout.score is None else None)
-        found.append(unread_negatives(unused))
+        found += [unread_negatives(unused), unread_prompt(unused)]
     return [one for one in found if one is not None]
 
 

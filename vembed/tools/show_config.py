@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import render, resolve_run
-from vembed.config.places import missing_places
+from vembed.config.places import require_places
 from vembed.config.schema import TrainConfig
-from vembed.errors import UserError
 from vembed.tools.options_page import options_page
 
 
@@ -27,8 +26,7 @@ def show_config(arguments: TrainArguments, *, give: Callable[[Any], None] = lamb
         "options": resolved.config.to_dict(), "origins": resolved.origins, "translated": resolved.translated,
         "notes": resolved.notes,
     })  # fmt: skip
-    if missing := missing_places(resolved.config, resolved.origins):
-        raise UserError("\n".join([missing[0], *(f"also: {one}" for one in missing[1:])]))
+    require_places(resolved.config, resolved.origins)
     return 0
 
 

@@ -298,8 +298,9 @@ def _paths(config: TrainConfig) -> list[tuple[str, str]]:
 
 def _found(path: str) -> str:
     try:
-        if not Path(path).exists():
+        place = Path(path).expanduser()
+        if not place.exists():
             return "not here: a name on the Hub, or a path that is missing"
-        return f"{Path(path).stat().st_size:,d} bytes" if Path(path).is_file() else "a folder"
-    except (OSError, ValueError):
+        return f"{place.stat().st_size:,d} bytes" if place.is_file() else "a folder"
+    except (OSError, ValueError, RuntimeError):
         return "no name that a file can have"

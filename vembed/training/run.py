@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from vembed.config.loading import Source, require_earlier_stage, resolve_run
+from vembed.config.places import require_places
 from vembed.config.resolved import ResolvedRun
 from vembed.data.in_memory import as_path
 from vembed.distributed.environment import RankInfo, launched_rank
@@ -66,6 +67,7 @@ def train(
 
     def introduce(ranks: RankInfo) -> dict[str, Any]:
         if ranks.rank == 0:
+            require_places(settings, resolved.origins)  # now, since a pass over large data takes minutes
             lock.take()  # before anything is read
             open_hub(settings)
         return facts_of(resolved) if ranks.world_size > 1 else {}
