@@ -198,6 +198,23 @@ def test_qrels_as_trec_eval_has_them(tmp_path):
         assert found(opened(folder)) == {"first": {"Title of one": 2}, "second": {"three": 1}}
 
 
+def test_grades_under_another_name_are_not_taken_for_one(tmp_path):
+    folder = beir(tmp_path, [])
+    (folder / "qrels" / "test.tsv").unlink()
+    rows = [{"query-id": "q1", "corpus-id": "d1", "label": 0}, {"query-id": "q1", "corpus-id": "d2", "label": 1}]
+    (folder / "qrels" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=r"test.jsonl:1: no score, and label is not read: call it score"):
+        opened(folder)
+    (folder / "qrels" / "test.jsonl").unlink()
+    pq.write_table(pa.Table.from_pylist(rows), folder / "qrels" / "test.parquet")
+    with pytest.raises(UserError, match="row 1: no score, and label is not read"):
+        opened(folder)
+
+
+def test_grades_may_be_whole_floats(tmp_path):
+    assert found(opened(beir(tmp_path, ["q1\td1\t2.0", "q1\td2\t0.0"]))) == {"first": {"Title of one": 2}}
+
+
 def test_texts_of_a_corpus_stay_in_their_file(tmp_path):
     documents = [{"_id": f"d{number}", "text": f"text {number % 60} " + "word " * number} for number in range(100)]
     folder = beir(tmp_path, [f"q1\td{number}\t1" for number in (3, 70, 99)], corpus=documents)
@@ -279,7 +296,7 @@ def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"has neither queries\.jsonl nor queries\.parquet"):
         opened(folder)
     (folder / "qrels" / "test.tsv").unlink()
-    with pytest.raises(UserError, match="holds no file"):
+    with pytest.raises(UserError, match=r"holds nothing, and no file that ends in .tsv, .jsonl or .parquet"):
         opened(folder)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from vembed.config.user_folders import cache_folder
-from vembed.data.columns import Columns
+from vembed.data.columns import Columns, judgement_column
 from vembed.data.opening import data_files, open_reader
 from vembed.data.readers import Reader
 from vembed.errors import UserError
@@ -27,7 +27,7 @@ class _Read(Columns):
 
     def needed(self, columns: Iterable[str]) -> list[str]:
         """Return the columns that are read."""
-        return [name for name in columns if name in _READ]
+        return [name for name in columns if name in _READ or judgement_column([name])]
 
 
 def is_beir_folder(folder: Path) -> bool:

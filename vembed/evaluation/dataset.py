@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from vembed.config.options import join_words
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example, Item, ReadAs
+from vembed.data.messages import listed
 from vembed.data.readers import Reader
 from vembed.data.sources import open_examples
 from vembed.errors import UserError
-from vembed.evaluation.beir_folder import folder_of_qrels, is_beir_folder, open_texts, qrels_files
+from vembed.evaluation.beir_folder import QRELS_ENDINGS, folder_of_qrels, is_beir_folder, open_texts, qrels_files
 from vembed.evaluation.corpus import Corpus, Identities, identified_text, read_corpus
 from vembed.evaluation.qrels import read_judgements
 
@@ -269,9 +271,13 @@ def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
     for split in splits:
         if split in found:
             return found[split]
+    place = folder / "qrels"
+    if not found:
+        others = listed(sorted(one.name for one in place.glob("*")))
+        raise UserError(f"{place} holds {others or 'nothing'}, and no file that ends in {join_words(QRELS_ENDINGS)}")
     raise UserError(
-        f"{folder / 'qrels'} holds {', '.join(sorted(found)) or 'no file'}, and none of {', '.join(splits)}: "
-        "give the path of the qrels file that is meant"
+        f"{place} holds {', '.join(sorted(found))}, and none of {', '.join(splits)}: give the path of the qrels file "
+        "that is meant"
     )
 
 

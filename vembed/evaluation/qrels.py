@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vembed.data.columns import judgement_column
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import open_records
 
 MOST_DIGITS = 100
 """Characters of a score. Python refuses to read a number of thousands of digits."""
+_WHOLE = re.compile(r"[+-]?\d+(\.0*)?")
 
 
 def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
@@ -34,7 +36,7 @@ def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | st
             if len(fields) != 3 or not _is_whole(fields[2]) or len(fields[2]) > MOST_DIGITS:
                 yield where, "not query-id, corpus-id and a whole score, separated by tabs"
             else:
-                yield where, (fields[0], fields[1], int(fields[2]))
+                yield where, (fields[0], fields[1], int(fields[2].partition(".")[0]))
 
 
 def _of_records(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
@@ -43,7 +45,10 @@ def _of_records(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
         given = record if isinstance(record, dict) else {}
         query, document, score = given.get("query-id"), given.get("corpus-id"), given.get("score", 1)
         is_whole = isinstance(score, int) or (isinstance(score, float) and score.is_integer())
-        if query is None or document is None or not is_whole:
+        grade = None if "score" in given else judgement_column(given)
+        if grade is not None:
+            yield reader.where(line), f"no score, and {grade} is not read: call it score"
+        elif query is None or document is None or not is_whole:
             yield reader.where(line), "not query-id, corpus-id and a whole score"
         else:
             yield reader.where(line), (str(query), str(document), int(score))
@@ -61,4 +66,4 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def _is_whole(text: str) -> bool:
-    return re.fullmatch(r"[+-]?\d+", text.strip()) is not None
+    return _WHOLE.fullmatch(text.strip()) is not None
