@@ -185,6 +185,30 @@ def test_negatives_that_are_there_stay_or_are_replaced(tmp_path):
     assert [row["negatives"] for row in replaced] == [row["negatives"][1:] for row in kept]
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("kind", ["mapped", "conversations"])
+def test_training_reads_all_negatives_that_stay(tmp_path, kind, keep):
+    found, own = documents()[:30], "an own negative"
+    rows = [{"query": f"find {n}", "positive": one, "bad": own} for n, one in enumerate(found)]
+    if kind == "conversations":
+        names = (("messages", "query"), ("positive_messages", "positive"), ("negative_messages", "bad"))
+        rows = [{name: [{"role": "user", "content": row[field]}] for name, field in names} for row in rows]
+    mapping = {"bad": "negative"} if kind == "mapped" else None
+    options = {
+        "model_name": model(), "data_path": str(write_lines(tmp_path / "rows.jsonl", rows)), "column_mapping": mapping,
+        "corpus_path": str(write_lines(tmp_path / "corpus.jsonl", found)), "relative_margin": None, "num_negatives": 2,
+        "output_path": str(tmp_path / "mined.jsonl"),
+    }  # fmt: skip
+    for scores in (False, True):
+        run(options, keep_negatives=keep, scores=scores)
+        # With scores all negatives are in one column, in the order of the scores.
+        settings = TrainConfig(model_name="", data_path="x", column_mapping=mapping if keep and not scores else None)
+        store = open_examples(settings, str(tmp_path / "mined.jsonl"))
+        negatives = [[item.text for item in store[number].negatives] for number in range(len(store))]
+        expected = {(2 + keep, 2 + keep, keep)}
+        assert {(len(one), len(set(one)), own in one) for one in negatives} == expected
+
+
 def test_rows_of_one_query_take_turns(tmp_path):
     found = documents()
     rows = [{"query": "the cat", "positive": found[number]} for number in range(3)]

@@ -180,8 +180,9 @@ class Columns:
         are_sentences = "sentence1" in columns and "sentence2" in columns and not found["query"]
         present = set(columns)
         for role, names in COLUMNS.items():
-            if not found[role]:  # a mapped column takes precedence over the table
-                found[role] = [name for name in names if name in present and name not in mapped]
+            # A mapped column takes precedence over the table; of negatives all are read.
+            if not found[role] or role == "negative":
+                found[role] += [name for name in names if name in present and name not in mapped]
         found["negative"] += sorted(
             (name for name in columns if _NUMBERED_NEGATIVE.fullmatch(name) and name not in mapped), key=_number_of
         )

@@ -50,7 +50,9 @@ def as_fields(record: dict[str, Any]) -> dict[str, Any]:
             raise BadRecord(
                 f"{name} has {len(conversations):,d} conversations, and {images_name} {len(images):,d} lists"
             )
-        fields[field] = [_item(one, own, name) for one, own in zip(conversations, images, strict=True)]
+        items = [_item(one, own, name) for one, own in zip(conversations, images, strict=True)]
+        before = fields.get(field) if field == "negatives" else None  # of negatives all are read
+        fields[field] = [*(before if isinstance(before, list) else [before] if before is not None else []), *items]
     if record.get("label") is not None:
         fields["score"] = record["label"]
     return fields

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vembed.data.conversations import as_fields, is_conversation
 from vembed.data.examples import Example, Item
 from vembed.mining.choice import of_turn
 from vembed.mining.config import MineConfig
@@ -81,10 +82,14 @@ class RowMaker:
         table, number = self._rows.locate(row)
         record, example = table.record(number), table.example(number)
         folder = table.image_folder
+        if is_conversation(record):  # written as the fields that it is read as
+            record = {**as_fields(record), QUERY_NAME: None, POSITIVE_NAME: None}
+            if example.negatives:
+                record[NEGATIVES_NAME] = [row_value(item, folder) for item in example.negatives]
         # Scores of the negatives that were there would not fit those that come.
         made = {name: value for name, value in record.items() if name not in SCORE_NAMES}
         if not self._config.keep_negatives:
-            made = {name: value for name, value in made.items() if not is_negative_name(name)}
+            made = {name: value for name, value in made.items() if not self._is_negative(name)}
         if made.get(QUERY_NAME) is None:
             made[QUERY_NAME] = row_value(example.query, folder)
         if made.get(POSITIVE_NAME) is None:
@@ -104,13 +109,16 @@ class RowMaker:
             self._add_scores(made, query, example, added, columns)
         return made
 
+    def _is_negative(self, name: str) -> bool:
+        return is_negative_name((self._config.column_mapping or {}).get(name, name))
+
     def _kept_negatives(self, made: dict[str, Any], example: Example, folder: str) -> list[Any]:
         """Return negatives that stay in front of the mined ones. With scores these are all of the row's: the scores
         have the order in which the negatives are read."""
         if not self._config.keep_negatives:
             return []
         if self._config.scores and example.negatives:
-            for name in [name for name in made if is_negative_name(name)]:
+            for name in [name for name in made if self._is_negative(name)]:
                 del made[name]
             return [row_value(item, folder) for item in example.negatives]
         before = made.get(NEGATIVES_NAME)

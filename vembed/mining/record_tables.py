@@ -221,12 +221,13 @@ def open_rows(options: RowOptions) -> Rows:
 def _open_file(options: RowOptions, source: DataSource, *, alone: bool) -> FileTable:
     mapping = options.column_mapping if source.column_mapping is None else source.column_mapping
     # A mapping for all sources may name columns that one of them lacks; a source's own may not.
-    columns = AllColumns(mapping, may_miss=not alone and source.column_mapping is None)
+    may_miss = not alone and source.column_mapping is None
+    columns = AllColumns(mapping, may_miss=may_miss)
     reader = open_reader(source.path, columns, "train", cache_folder())
     images = ImageRoot(options.image_root or str(reader.folder), allow_urls=options.allow_image_urls)
     form = RecordFormat(columns, images, mode=options.retrieval_mode, numbers_in_text=reader.numbers_in_text)
     table = FileTable(reader, form, images, source.name or source.path)
-    if table.index.missing:
+    if table.index.missing and not may_miss:
         raise UserError(f"{reader.name}: column_mapping names {listed(table.index.missing)}, which no record has")
     return table
 
