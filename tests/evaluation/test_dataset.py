@@ -88,6 +88,7 @@ def test_large_whole_scores_keep_their_proportions_too():
 def test_negative_scores_are_not_relevant():
     data = from_examples([example("a", "A", "B", scores=(-1.0, 2.0))], "test")
     assert found(data) == {"a": {"B": 2}}
+    assert data.notes == ("1 positives with a score of 0 or below are not relevant",)
 
 
 def test_the_higher_grade_counts_where_a_pair_occurs_twice():

@@ -151,6 +151,9 @@ def from_examples(examples: Sequence[Example], name: str, task: Task = "auto") -
     whole = top <= LARGEST_GRADE and all(float(score).is_integer() for one in examples for score in one.scores or ())
     table = _RetrievalTable()
     notes = _add_classes(table, [one for one in examples if one.label is not None])
+    num_irrelevant = sum(score <= 0 for one in examples for score in one.scores or ())
+    if num_irrelevant:
+        notes = (*notes, f"{num_irrelevant:,d} positives with a score of 0 or below are not relevant")
     for one in examples:
         if one.label is not None:
             continue
