@@ -52,6 +52,12 @@ def module(number, **changes):
     return alter
 
 
+def normalize_first(folder):
+    held = json.loads((folder / "modules.json").read_text())
+    held.insert(2, {"idx": 9, "name": "9", "path": "", "type": "sentence_transformers.models.Normalize"})
+    (folder / "modules.json").write_text(json.dumps(held))
+
+
 def text(name, content):
     def alter(folder):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -120,6 +126,7 @@ BROKEN = {
     "a module of a number": (module(1, path=5), "modules.json: 1.path"),
     "a module outside": (module(2, path="../../elsewhere"), "modules.json: path '../../elsewhere' leads out"),
     "an unknown module": (module(1, type="sentence_transformers.models.Bow"), "unsupported module type"),
+    "a Dense behind Normalize": (normalize_first, "modules.json: a Dense module behind Normalize"),
     "a pooling that is missing": (module(1, path="9_Pooling"), "9_Pooling has no config.json"),
     "a pooling of a number": (values("1_Pooling/config.json", pooling_mode=5), "1_Pooling/config.json: pooling_mode"),
     "prompts that are a list": (values("config_sentence_transformers.json", prompts=["a"]), "prompts"),

@@ -171,6 +171,11 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
                 raise UserError(f"{path} has no config.json, although modules.json names it as a Pooling module")
             poolings, include_prompt = _poolings(settings), settings.include_prompt
         elif kind == "Dense":
+            if normalize:  # in another order it would be another model
+                raise UserError(
+                    f"{folder / 'modules.json'}: a Dense module behind Normalize; vembed reads Pooling, then Dense "
+                    "modules, then Normalize"
+                )
             dense.append(path)
         elif kind == "Normalize":
             normalize = True
