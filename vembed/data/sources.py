@@ -56,7 +56,7 @@ class _Source:
     mates: np.ndarray | None
     """The next example of the class of each, in labelled data."""
     reads_scores: bool
-    """Whether a loss of the source reads scores of the data."""
+    """True if a loss of the source reads scores of the data."""
 
     @property
     def labels(self) -> np.ndarray | None:
