@@ -269,8 +269,8 @@ def test_config_shows_origins_and_is_a_config_itself(vembed: Command, cfg: str) 
     Path("train.jsonl").touch()
     words = ("val_data_path=val.csv", "model_name=./m", "image_root=pictures")
     assert vembed("config", cfg, *words).err.count(" does not exist") == 2
-    for command in ("config", "train"):  # before the data are read, which may take minutes
-        assert "also: model_name: ./m is not a folder" in vembed(command, cfg, *words).err
+    for verb in ("config", "train"):  # before the data are read, which may take minutes
+        assert "also: model_name: ./m is not a folder" in vembed(verb, cfg, *words).err
     Path("val.csv").touch()
     assert "write a list: [train.jsonl, val.csv]" in vembed("config", cfg, "data_path=train.jsonl, val.csv").err
     done = vembed("config", cfg, "lr=1e-5", "--loss", "triplet", "temperature=0.1")

@@ -238,7 +238,7 @@ def test_keys_that_are_known_and_not_used(write_config: WriteConfig) -> None:
     with pytest.raises(UserError, match="'save_strategy' is not used here: checkpoints are written every save_steps"):
         load_config(write_config("save_strategy: epoch\n"))
     # Without the table the nearest name would be train_batch_size.
-    with pytest.raises(UserError, match="'train_group_size' is not used here: .* max_negatives: 7"):
+    with pytest.raises(UserError, match=r"'train_group_size' is not used here: .* max_negatives: 7"):
         load_config(write_config("train_group_size: 8\n"))
 
 

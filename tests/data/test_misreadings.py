@@ -62,15 +62,24 @@ def test_parts_of_records_that_are_not_read_are_warned_of(
 def test_a_label_beside_messages_is_a_score(tmp_path: Path) -> None:
     records = [
         {name: [{"role": "user", "content": f"{name} {n}"}] for name in ("messages", "positive_messages")}
-        | {"label": n}
+        | {"label": n / 2}
         for n in range(3)
     ]
     (warning,) = open_path(write_jsonl(tmp_path / "a.jsonl", records)).warnings()
     assert "label is not read by loss: infonce" in warning
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
     store = open_path(tmp_path / "a.parquet", loss="cosent")
-    assert [(store[n].query.text, store[n].scores) for n in (0, 2)] == [("messages 0", (0.0,)), ("messages 2", (2.0,))]
+    assert [(store[n].query.text, store[n].scores) for n in (0, 2)] == [("messages 0", (0.0,)), ("messages 2", (1.0,))]
     assert store.warnings() == [] and not [line for line in store.summary() if "not used" in line]
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"), [((0, 1, 2), "label (0, 1, 2) is taken for a score"), ((0, 1, 1), None), ((0, 2.5, 5), None)]
+)
+def test_classes_that_are_taken_for_scores_are_warned_of(tmp_path: Path, labels: tuple[int, ...], said: str) -> None:
+    rows = [{"sentence1": f"a{n}", "sentence2": "b", "label": label} for n, label in enumerate(labels)]
+    warnings = open_path(write_jsonl(tmp_path / "a.jsonl", rows), loss="cosent").warnings()
+    assert [one.partition(": ")[2][: len(said or "")] for one in warnings] == ([said] if said else [])
 
 
 def test_lines_of_a_tsv_that_are_rows_are_not_joined_by_quotes(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vembed.data.conversations import POSITIVE_MESSAGES, QUERY, fields_of
@@ -59,6 +59,8 @@ INSIDE = " (inside of an item)"
 
 TEXT = "text"
 """Column of records that are one text, for runs without pairs and for labelled data."""
+NUM_CLASSES = range(3, 11)
+"""Numbers of different whole numbers that look like classes, not like scores."""
 LABEL = "label"
 """Column of the class of a text or image."""
 _NUMBERED_NEGATIVE = re.compile(r"(neg|negative)_(\d+)")
@@ -251,6 +253,17 @@ def unread_judgement(unused: Iterable[str]) -> str | None:
     )
 
 
+def classes_as_scores(values: Collection[float]) -> str | None:
+    """Return a doubt about the values, once each, of a column `label` that is read as a score; None without one."""
+    if len(values) not in NUM_CLASSES or not all(value >= 0 and float(value).is_integer() for value in values):
+        return None
+    return (
+        f"label ({', '.join(f'{value:.0f}' for value in sorted(values))}) is taken for a score, the higher the more "
+        "similar; if its numbers are classes, such as those of entailment, keep the pairs that match alone and leave "
+        "the column out"
+    )
+
+
 def unread_negatives(unused: Iterable[str]) -> str | None:
     """Return what is wrong where columns that are not read probably hold negatives; None without one."""
     names = _named(unused, _NEGATIVES, _NO_NEGATIVES)
@@ -330,7 +343,7 @@ def _otherwise(columns: tuple[str, ...], missing: Sequence[str], *, has_images: 
     """Return what a record without a query may be instead: a text with a class, or a text alone."""
     if "query" not in missing or has_images:
         return ""
-    if len(columns) == 1:
+    if len(columns) == 1 and _plain(columns[0]) in (*COLUMNS["positive"], *GUESSES["positive"]):
         return ", or make pairs of texts alone with `vembed generate`"
     ours = next((name for name in (TEXT, LABEL) if name in columns), None)
     if ours is None or len(columns) != 2:

@@ -19,7 +19,7 @@ from vembed.config.user_folders import cache_folder
 from vembed.data.batches import ContentKeys
 from vembed.data.cache import IndexCache, short_hash
 from vembed.data.class_batches import next_of_class
-from vembed.data.columns import Columns, unread_judgement, unread_negatives, unread_prompt
+from vembed.data.columns import LABEL, Columns, classes_as_scores, unread_judgement, unread_negatives, unread_prompt
 from vembed.data.conversations import is_conversation
 from vembed.data.examples import BadRecord, Example, ReadAs
 from vembed.data.images import ImageRoot
@@ -120,19 +120,21 @@ class _Source:
         """Return what is probably not meant: columns and scores that are not read, contents that are taken for plain
         texts, and records that were left out."""
         counts, unused = self.index.counts, self.index.unused
+        first = [self.example(number) for number in range(min(NUM_LOOKED_AT, self.size))]
         takes_matches, is_training = self.labels is None and self.form.takes_matches, bool(self.form.losses)
         found = [unread_negatives(unused), unread_prompt(unused)] if self.labels is None and is_training else []
         if takes_matches and not counts.scored:
             found.append(unread_judgement(unused))
         if takes_matches and counts.scored and is_training and not self.reads_scores:
             found.append(self._unread_scores())
+        if counts.scored and self.reads_scores and self._score_column(0) == LABEL:
+            found.append(classes_as_scores({score for one in first for score in one.scores or ()}))
         num_bad, num_records = self.index.num_bad, len(self.index) + self.index.num_bad
         if num_bad:
             found.append(
                 f"{num_bad:,d} of {num_records:,d} records cannot be used and are left out (on_bad_record: skip); the "
                 "log names the first"
             )
-        first = [self.example(number) for number in range(min(NUM_LOOKED_AT, self.size))]
         return [one for one in found if one is not None] + taken_for_texts(first, unused)
 
     def _unread_scores(self) -> str:
@@ -146,7 +148,7 @@ class _Source:
     def _score_column(self, number: int) -> str | None:
         """Return the column with the score of an example."""
         record = self.record(number)
-        name = "label" if is_conversation(record) else self.form.columns.layout(tuple(record)).score
+        name = LABEL if is_conversation(record) else self.form.columns.layout(tuple(record)).score
         return name if name is not None and record.get(name) is not None else None
 
 

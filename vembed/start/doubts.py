@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from vembed.data.columns import Columns, Layout, unread_judgement, unread_negatives, unread_prompt
+from vembed.data.columns import Columns, Layout, classes_as_scores, unread_judgement, unread_negatives, unread_prompt
 from vembed.data.examples import BadRecord
 from vembed.data.images import ImageRoot
 from vembed.data.messages import shown
@@ -16,8 +16,6 @@ from vembed.start.sample import FileSample
 
 WORDS_OF_A_RECORD = 4
 """Words from which the name of a column looks like a text."""
-NUM_CLASSES = range(3, 11)
-"""Numbers of different whole numbers that look like classes, not like scores."""
 
 
 def doubts_about(
@@ -70,9 +68,4 @@ def _classes(sample: FileSample, layout: Layout) -> str | None:
     if layout.score != "label":
         return None
     values = {str(record.get("label")) for record in sample.records}
-    if len(values) not in NUM_CLASSES or not all(value.isdigit() for value in values):
-        return None
-    return (
-        f"label ({', '.join(sorted(values, key=int))}) is taken for a score, the higher the more similar; if its "
-        "numbers are classes, such as those of entailment, keep the pairs that match alone and leave the column out"
-    )
+    return classes_as_scores([float(value) for value in values]) if all(map(str.isdigit, values)) else None
