@@ -333,13 +333,13 @@ def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Pat
     if index is None:
         began = time.monotonic()
         index = build_index(reader, form, with_keys=with_keys)
-        if index.missing and not may_miss:
-            raise UserError(
-                f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
-            )
         # A short pass is not worth a file in the cache.
         if time.monotonic() - began >= CACHE_AFTER_SECONDS or len(reader.parts()) > 1:
             kept.save(index)
+    if index.missing and not may_miss:
+        raise UserError(
+            f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
+        )
     return reader, form, index, stamps
 
 
