@@ -102,12 +102,14 @@ def test_the_first_pass_is_made_once(tmp_path: Path, kind: str, passes: list[str
 
 @pytest.mark.usefixtures("eager_cache")
 def test_a_mapping_that_no_record_matches_is_refused_after_a_run_with_several_sources(tmp_path: Path) -> None:
-    one, two = (write_jsonl(tmp_path / name, RECORDS) for name in ("a.jsonl", "b.jsonl"))
+    one = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    named = [{"querry" if name == "query" else name: value for name, value in record.items()} for record in RECORDS]
+    two = write_jsonl(tmp_path / "b.jsonl", named)
     mapping = {"querry": "query"}
-    said = refused(one, column_mapping=mapping)
-    assert "column_mapping names querry, which no record has" in said
+    said = "column_mapping names querry, which no record has"
+    assert said in refused(one, column_mapping=mapping)
     assert len(open_examples(config(column_mapping=mapping), [str(one), str(two)])) == 2 * len(RECORDS)
-    assert refused(one, column_mapping=mapping) == said
+    assert said in refused(one, column_mapping=mapping)
 
 
 @pytest.mark.usefixtures("eager_cache")
