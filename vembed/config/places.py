@@ -60,7 +60,8 @@ def missing_places(config: TrainConfig, origins: Mapping[str, str]) -> list[str]
         if not is_hub_dataset(path) and not is_pattern_or_address(path)
     ]
     folder = config.model_name
-    if not _exists(folder) and not is_hub_model(folder) and RESULT_OF not in origins["model_name"]:
+    is_given_elsewhere = folder == config.model_class or RESULT_OF in origins["model_name"]
+    if not _exists(folder) and not is_hub_model(folder) and not is_given_elsewhere:
         found.append(
             f"model_name: {folder} is not a folder (looked from {Path.cwd()}); give an existing folder or a Hub name "
             f"such as org/model{similar_path(folder)}"
