@@ -45,12 +45,15 @@ def search_row(place: Sequence[str], before: float, scores: Scores, num_seeds: i
         for one, found in scores.items()
         if found.keys() >= set(range(num_seeds))
     }
-    best = max(means, key=lambda one: means[one])
+    start = f"| {', '.join(place[:3])} | {before:.4f} | {len(scores) - 1:,d} |"
+    best = max(means, key=lambda one: means[one], default="{}")
     others = {seed: score for seed, score in scores[best].items() if seed >= num_seeds or best == "{}"}
-    ours = {seed: scores["{}"][seed] for seed in others}
-    gain, most = (statistics.mean(found.values()) - before for found in (ours, others))
+    ours = {seed: scores["{}"][seed] for seed in others if seed in scores["{}"]}
+    if best not in means or not ours:
+        return f"{start} the search has not ended | | | |"
+    gain, most = (statistics.mean(found[seed] for seed in ours) - before for found in (ours, others))
     return (
-        f"| {', '.join(place[:3])} | {before:.4f} | {len(scores) - 1:,d} | {_named(best)} | {_by_seed(ours)} | "
+        f"{start} {_named(best)} | {_by_seed(ours)} | "
         f"{_by_seed(others)} | {f'{gain / most:.0%}' if most > 0 else 'no gain'} |"
     )
 

@@ -38,3 +38,10 @@ def test_share_of_the_best_gain(
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| encoder")]
     assert row.startswith("| encoder, packages, 300 rows | 0.5000 | 1 | ")
     assert row.split(" | ")[3] == best and row.split(" | ")[-1] == f"{share} |"
+
+
+def test_a_search_that_has_not_ended_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for scores in ({"": (0.6,)}, {"": (0.60, 0.61), "8e-5": (0.62, 0.63)}):
+        print_tables(lines(scores), num_seeds=2)
+        (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| encoder")]
+        assert row.split(" | ")[3] == "the search has not ended"
