@@ -9,6 +9,7 @@ from typing import Literal
 from vembed.config.entries import FamilyName
 from vembed.config.resolved import Decision
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import OF_ORDER
 
 What = Literal["weights", "adapters", "head"]
 
@@ -30,6 +31,8 @@ SCRATCH = 5e-4
 """Peak for initial weights of 512 dimensions: less by the root of the width, and more in proportion where it is
 smaller, up to MOST_SCRATCH."""
 MOST_SCRATCH = 2e-3
+SCRATCH_OF_ORDER = 0.5
+"""The same for losses of order, as a part of that for other losses."""
 TWO_TOWERS = 1e-5
 """Peak for CLIP and SigLIP: their towers were trained on batches of tens of thousands of pairs."""
 WIDTH_OF_TOWERS = 512
@@ -65,8 +68,11 @@ def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
     if trained.what == "head":
         return Decision(HEAD, "only layers behind the pooling are trained")
     if trained.is_new and trained.what == "weights":
+        is_of_order = config.losses is None and config.loss in OF_ORDER
         return Decision(
-            _two_digits(_of_initial(trained.width)), f"from scratch: initial weights of {trained.width:,d} dimensions"
+            _two_digits(_of_initial(trained.width) * (SCRATCH_OF_ORDER if is_of_order else 1.0)),
+            f"from scratch: initial weights of {trained.width:,d} dimensions"
+            + (f", loss: {config.loss}" if is_of_order else ""),
         )
     rate, reason = _of_weights(trained)
     if trained.what == "weights":

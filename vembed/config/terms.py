@@ -20,8 +20,10 @@ ANCHOR = "anchor"
 TEXTS_ALONE = frozenset({"none", ANCHOR, "embedding", "relational", "spread_out"})
 """Losses that read texts without pairs."""
 GUIDED = frozenset({"infonce", "sigmoid", "circle"})
+OF_ORDER = ("cosent", "angle")
+"""Losses that compare the pairs of a batch with each other by their scores."""
 ORDER_TEMPERATURE = 0.1
-"""Temperature of `loss: cosent` and `angle` where none is given: their sum runs over all comparisons of a batch, of
+"""Temperature of these losses where none is given: their sum runs over all comparisons of a batch, of
 which a smaller one leaves the few worst."""
 
 
@@ -40,7 +42,7 @@ def with_temperature(config: TrainConfig, own: float | None = None) -> TrainConf
     the model was trained (CLIP, SigLIP)."""
     if config.losses is not None or "temperature" in config.model_fields_set:
         return config
-    usual = ORDER_TEMPERATURE if config.loss in ("cosent", "angle") else own if config.loss == "infonce" else None
+    usual = ORDER_TEMPERATURE if config.loss in OF_ORDER else own if config.loss == "infonce" else None
     if usual is None:
         return config
     found = config.model_copy(update={"temperature": usual})
