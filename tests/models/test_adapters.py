@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModel
 
@@ -114,6 +114,39 @@ def test_the_saved_adapter_is_one_that_peft_reads(tmp_path):
     with torch.no_grad():
         expected = model.backbone(**inputs).last_hidden_state
         torch.testing.assert_close(read(**inputs).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
+
+
+def _of_peft(folder, **options):
+    """An adapter that peft has made and saved alone, and the token vectors of one text by peft."""
+    adapted = get_peft_model(
+        AutoModel.from_pretrained(tiny.shared(tiny.tiny_bert)),
+        LoraConfig(r=4, target_modules=["query", "value"], **options),
+    )
+    _trained(adapted).save_pretrained(folder)
+    (_, inputs), *_ = parts_for(built(tiny.tiny_bert).description)
+    with torch.no_grad():
+        return inputs, adapted(**inputs).last_hidden_state
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rank_pattern": {"query": 8}, "alpha_pattern": {r"layer\.1\..*query": 32}, "use_rslora": True}],
+    ids=["plain", "patterns"],
+)
+def test_an_adapter_of_peft_scores_the_same(options, tmp_path):
+    inputs, expected = _of_peft(tmp_path, **options)
+    with torch.no_grad():
+        found = load_embedder(tmp_path).backbone(**inputs).last_hidden_state
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+@pytest.mark.parametrize("options", [{"modules_to_save": ["word_embeddings"]}, {"bias": "lora_only"}])
+def test_parts_of_an_adapter_that_cannot_be_merged_are_refused(options, tmp_path):
+    _of_peft(tmp_path, **options)
+    with pytest.raises(UserError, match="no low-rank matrices of a linear layer of BertModel"):
+        load_embedder(tmp_path)
 
 
 def test_training_may_go_on_from_an_adapter_saved_alone(tmp_path):

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,6 +31,9 @@ _DOWN = f".lora_A.{_NAME}.weight"
 """Suffix of the parameter name of each adapter's first matrix (A)."""
 _PREFIX = "base_model.model."
 """Prefix that peft's files put before the backbone's parameter names."""
+_SAVED_DOWN = ".lora_A.weight"
+"""Suffix of the first matrix of a layer in peft's files, which leave out the adapter's name."""
+_MERGE_WITH_PEFT = "merge it with peft (merge_and_unload), and give the folder of the whole model"
 
 
 def wants_adapters(config: TrainConfig) -> bool:
@@ -219,22 +222,38 @@ def _name_in_file(key: str) -> str:
 
 
 def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
-    """Merge a saved adapter into the weights of a backbone without adapters."""
+    """Merge a saved adapter into the weights of a backbone without adapters. Raise UserError unless all of it are
+    low-rank matrices of linear layers: a part that is left out would make another model."""
     settings = read_object(folder / ADAPTER_CONFIG) or {}
+    if settings.get("peft_type", "LORA") != "LORA":
+        raise UserError(f"{folder}: adapters of the type {settings['peft_type']} are not supported; {_MERGE_WITH_PEFT}")
     for key in ("r", "lora_alpha"):
         value = settings.get(key)
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise UserError(f"{folder / ADAPTER_CONFIG}: {key} is {value!r}, and a positive number is needed")
     read_header(folder / ADAPTER_WEIGHTS)  # says what is wrong with a damaged file
     weights = {key.removeprefix(_PREFIX): tensor for key, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
-    transposed = {name for name, module in backbone.named_modules() if isinstance(module, Conv1D)}
-    rank = settings["r"]
-    scaling = settings["lora_alpha"] / (rank**0.5 if settings.get("use_rslora") else rank)
+    layers = {name: cast(Any, backbone.get_submodule(name)) for name in linear_names(backbone)}
     with torch.no_grad():
-        for key in [key for key in weights if key.endswith(".lora_A.weight")]:
-            name = key.removesuffix(".lora_A.weight")
-            parameter: Any = backbone.get_submodule(name).weight
-            change = weights[f"{name}.lora_B.weight"].float() @ weights[key].float() * scaling
-            magnitude = weights.get(f"{name}.lora_magnitude_vector")
-            parameter.copy_(_merged(parameter, change, magnitude, transposed=name in transposed))
+        for name in [key.removesuffix(_SAVED_DOWN) for key in weights if key.endswith(_SAVED_DOWN)]:
+            if name not in layers or f"{name}.lora_B.weight" not in weights:
+                continue
+            down, up = (weights.pop(f"{name}.lora_{part}.weight").float() for part in "AB")
+            change = up @ down * _scaling(settings, name, rank=len(down))
+            magnitude = weights.pop(f"{name}.lora_magnitude_vector", None)
+            weight = layers[name].weight
+            weight.copy_(_merged(weight, change, magnitude, transposed=isinstance(layers[name], Conv1D)))
+    if weights:
+        raise UserError(
+            f"{folder / ADAPTER_WEIGHTS} holds {len(weights):,d} tensors that are no low-rank matrices of a linear "
+            f"layer of {type(backbone).__name__}, {min(weights)} among them; {_MERGE_WITH_PEFT}"
+        )
     log.info("adapter of %s merged into its base model", folder)
+
+
+def _scaling(settings: Mapping[str, Any], name: str, *, rank: int) -> float:
+    """Return the factor of a layer's low-rank product, with peft's patterns for layers that have an alpha of their
+    own."""
+    patterns = (settings.get("alpha_pattern") or {}).items()
+    alpha = next((own for pattern, own in patterns if re.match(rf"(.*\.)?({pattern})$", name)), settings["lora_alpha"])
+    return float(alpha / (rank**0.5 if settings.get("use_rslora") else rank))
