@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModel
 
 from tests import tiny
 from tests.models.families import (
@@ -19,6 +20,7 @@ from tests.models.families import (
     VISION_LANGUAGE,
     config_for,
 )
+from tests.tiny_tokenizers import wordpiece_tokenizer
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.families import backbones
@@ -270,3 +272,19 @@ def test_a_folder_is_read_once_and_again_when_its_files_change(tmp_path, monkeyp
     os.utime(folder / "model.safetensors", ns=(1, 1))
     describe(config)
     assert len(read) == 2
+
+
+@pytest.mark.parametrize("kind", ["roberta", "data2vec-text", "ibert", "longformer", "luke", "xmod", "esm", "markuplm"])
+def test_positions_after_padding_leave_fewer_for_the_text(kind, tmp_path):
+    settings = AutoConfig.for_model(
+        kind, max_position_embeddings=20, num_hidden_layers=1, hidden_size=32, intermediate_size=64, pad_token_id=1,
+        num_attention_heads=2, vocab_size=400, attention_window=4, languages=["en_XX"], default_language="en_XX",
+    )  # fmt: skip
+    model = AutoModel.from_config(settings).eval()
+    model.save_pretrained(tmp_path)
+    wordpiece_tokenizer().save_pretrained(tmp_path)
+    longest = describe(TrainConfig(model_name=str(tmp_path), data_path="-")).max_length
+    with torch.no_grad():
+        assert model(input_ids=torch.full((1, longest), 5)).last_hidden_state.shape[1] >= longest
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, longest + 1), 5))

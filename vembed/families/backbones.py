@@ -35,8 +35,11 @@ from vembed.own.modeling import OwnConfig
 ENCODER_ONLY = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
 """Encoder-decoder types of which only the encoder is used."""
 POSITIONS_AFTER_PADDING = frozenset(
-    {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "roberta-prelayernorm"}
-)
+    {
+        "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "roberta-prelayernorm", "data2vec-text",
+        "esm", "ibert", "lilt", "longformer", "luke", "markuplm", "xmod",
+    }
+)  # fmt: skip
 """Model types whose positions start after the padding token's id, which leaves fewer for the text."""
 _POOLED_BY_MEAN = ("convnext", "convnextv2", "dinov3_convnext")
 _CLASS_TOKENS = ("cls_token", "class_embedding", "class_token")
