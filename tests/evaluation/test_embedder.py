@@ -1,6 +1,7 @@
 """Embedder: the numbers of Sentence Transformers, and every form of input."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ from PIL import Image
 
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
 from vembed import Embedder, UserError
+from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
+from vembed.families.decisions import describe
 from vembed.inference.embedder import to_item
 
 TEXTS = ["red cat", "the old house by the river " * 9, "", "bird", "red cat"]
@@ -56,8 +59,34 @@ def test_similarity_is_the_models_own(folder):
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     np.testing.assert_allclose(model.similarity(vectors, vectors), unit @ unit.T, atol=1e-6)
     assert model.similarity(vectors[0], vectors).shape == (1, 3)
-    model.description = model.description.with_(similarity="dot")
-    np.testing.assert_allclose(model.similarity(vectors, vectors), vectors @ vectors.T, rtol=1e-5)
+
+
+@pytest.mark.parametrize("measure", ["dot", "euclidean"])
+def test_similarity_of_a_folder_that_names_one(tmp_path, measure, caplog):
+    model = Embedder(tiny_bert_st(tmp_path, normalize=False, similarity=measure), device="cpu")
+    given = ["red cat", "the old house"]
+    vectors = model.encode(given)
+    products = vectors @ vectors.T
+    if measure == "euclidean":
+        assert "cosine is used" in caplog.text
+        products /= np.sqrt(np.outer(products.diagonal(), products.diagonal()))
+    np.testing.assert_allclose(model.similarity(vectors, vectors), products, rtol=1e-5)
+    np.testing.assert_allclose(model.score([(given[0], given[1])]), products[0, 1:], rtol=1e-5)
+
+
+def test_long_texts_of_a_folder_that_names_a_length(tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    folder = tiny_qwen3_st(tmp_path, max_seq_length=600)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 1024}))
+    long = ["red cat " * 280, "the old house " * 300]
+    model = Embedder(folder, device="cpu")
+    assert model.description.max_length == 600
+    np.testing.assert_allclose(
+        model.encode(long), SentenceTransformer(str(folder), device="cpu").encode(long), atol=1e-5
+    )
+    assert describe(TrainConfig(model_name=str(folder), data_path="-")).max_length == 512
 
 
 def test_forms_of_input(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -15,11 +16,17 @@ from vembed.families.model_files import model_folder
 from vembed.families.model_settings import read_dense
 from vembed.families.table import FAMILIES, Evidence, Family, Pooling, recognised_by
 
+log = logging.getLogger(__name__)
+
+Similarity = Literal["cosine", "dot"]
 SMALLEST_MRL_DIM = 64
 
 
-def describe(config: TrainConfig) -> ModelDescription:
-    """Return the description of `config.model_name` for this run, with the reason for each decision."""
+def describe(config: TrainConfig, *, for_use: bool = False) -> ModelDescription:
+    """Return the description of `config.model_name` for this run, with the reason for each decision.
+
+    `for_use`: of a finished model that is used, not trained: its files say the similarity and the maximum length.
+    """
     facts = gather(config)
     family = _family(facts)
     shape = backbones.shape_of(facts.backbone, facts.model_config, family, trust_remote_code=config.trust_remote_code)
@@ -38,11 +45,11 @@ def describe(config: TrainConfig) -> ModelDescription:
         pooling=pooling,
         modalities=family.modalities,
         layer_classes=shape.layer_classes if image is None else (*shape.layer_classes, *image.layer_classes),
-        max_length=max_length(facts, family),
+        max_length=max_length(facts, family, for_use=for_use),
         padding_side=padding_side(facts, family),
         query_prompt=query_prompt,
         document_prompt=document_prompt,
-        similarity=_similarity(facts),
+        similarity=_similarity(facts, for_use=for_use),
         normalize=_normalize(facts),
         truncate_dim=_truncate_dim(facts, embedding_dim),
         mrl_dims=mrl_dims,
@@ -317,8 +324,16 @@ def has_mrl_projection(config: TrainConfig, dims: tuple[int, ...], base_dim: int
     return max(dims) < base_dim if config.mrl_projection == "auto" else bool(config.mrl_projection)
 
 
-def _similarity(facts: Facts) -> Literal["cosine", "dot"]:
-    own = facts.files.similarity if facts.files is not None else None
+def _similarity(facts: Facts, *, for_use: bool) -> Similarity:
+    own = facts.files.similarity if facts.files is not None else facts.of_saved("similarity")
+    if for_use and own is not None:
+        if own in get_args(Similarity):
+            facts.reasons["similarity"] = "from the model's files"
+            return cast(Similarity, own)
+        log.warning(
+            "%s: its files name the similarity %s, which vembed does not have: cosine is used",
+            facts.config.model_name, own,
+        )  # fmt: skip
     if own is not None and own != facts.config.similarity:
         facts.reasons["similarity"] = f"similarity in the config, although the model's files say {own}"
     return facts.config.similarity

@@ -120,8 +120,9 @@ def _prompt(facts: Facts, kind: Literal["query", "document"], names: tuple[str, 
     return published[0] if kind == "query" else published[1]
 
 
-def max_length(facts: Facts, family: Family) -> int:
-    """Return the maximum text length in tokens."""
+def max_length(facts: Facts, family: Family, *, for_use: bool) -> int:
+    """Return the maximum text length in tokens. `for_use`: a length that the model's own files name is not limited by
+    the family's default, which bounds the time and memory of training."""
     asked = facts.config.max_length
     text = facts.model_config.get_text_config()
     positions = text.to_dict().get("max_position_embeddings")
@@ -154,7 +155,8 @@ def max_length(facts: Facts, family: Family) -> int:
     if facts.saved is not None:
         limits = {f"from {DESCRIPTION_FILE}": facts.saved.max_length}
     elif facts.files is not None and facts.files.max_length is not None:
-        limits["sentence_bert_config.json"] = facts.files.max_length
+        own = {"sentence_bert_config.json": facts.files.max_length}
+        limits = {"positions in config.json": positions, **own} if for_use else limits | own
     else:
         limits["model_max_length in tokenizer_config.json"] = facts.of_tokenizer("model_max_length")
     # The smallest limit holds, and its reason is logged. Tokenizers without a limit say 1e30.

@@ -293,5 +293,5 @@ def load_embedder(
         pure_dtype=True,
         trust_remote_code=trust_remote_code,
     )
-    model = build_model(config, describe(config), device=device, computes_on=computes_on, meta=meta)
+    model = build_model(config, describe(config, for_use=True), device=device, computes_on=computes_on, meta=meta)
     return model.eval().requires_grad_(False)
