@@ -120,12 +120,15 @@ def test_truncate_dim_of_the_files_holds_in_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [tiny.tiny_bert_st, tiny.tiny_qwen3_st])
 def test_a_folder_that_sentence_transformers_saved_is_read(make: Callable[..., Path], tmp_path: Path) -> None:
     model = load_in_sentence_transformers(tiny.shared(make))
-    model.prompts["query"] = "look for: "
+    model.prompts |= {"query": "look for: ", "clustering": "group: "}
     model.max_seq_length = 9
     model.save_pretrained(str(tmp_path))
     assert_same(ours(tmp_path, TEXTS, "query"), model.encode_query(TEXTS))
-    folder = save(tmp_path, tmp_path / "final")
-    assert_same(load_in_sentence_transformers(folder).encode_query(TEXTS), model.encode_query(TEXTS))
+    folder = save(save(tmp_path, tmp_path / "final"), tmp_path / "again")
+    saved = load_in_sentence_transformers(folder)
+    assert_same(saved.encode_query(TEXTS), model.encode_query(TEXTS))
+    by_name = [one.encode(TEXTS, prompt_name="clustering") for one in (saved, model)]
+    assert_same(*by_name)
 
 
 def test_the_embedded_default_model(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ class ModelDescription:
     padding_side: Literal["left", "right"] = "right"
     query_prompt: str = ""
     document_prompt: str = ""
+    other_prompts: dict[str, str] = field(default_factory=dict)
+    """Prompts of the model's files for other uses, by name: they are saved along."""
     similarity: Literal["cosine", "dot"] = "cosine"
     normalize: bool = True
     """True: encode returns unit vectors."""

@@ -34,6 +34,8 @@ PUBLISHED: tuple[tuple[str, str, str, str], ...] = (
     (r"qwen3-vl-embedding-(2b|8b)", "Represent the user's input.", "Represent the user's input.", "Qwen3-VL-Embedding"),
 )
 """Pattern of the name's last part (lower case), query prompt, document prompt, model series."""
+OF_QUERIES, OF_DOCUMENTS = ("query",), ("document", "passage", "corpus")
+"""Names of the prompts of queries and documents in a model's files."""
 
 
 @dataclass
@@ -92,7 +94,15 @@ def is_causal(facts: Facts, family: Family) -> bool:
 
 def prompts(facts: Facts) -> tuple[str, str]:
     """Return the prompts of queries and documents."""
-    return _prompt(facts, "query", ("query",)), _prompt(facts, "document", ("document", "passage", "corpus"))
+    return _prompt(facts, "query", OF_QUERIES), _prompt(facts, "document", OF_DOCUMENTS)
+
+
+def other_prompts(facts: Facts) -> dict[str, str]:
+    """Return the prompts of the model's files that are neither for queries nor for documents, by name."""
+    if facts.saved is not None:
+        return facts.saved.other_prompts
+    named = facts.files.prompts if facts.files is not None else {}
+    return {name: text for name, text in named.items() if name not in (*OF_QUERIES, *OF_DOCUMENTS)}
 
 
 def _prompt(facts: Facts, kind: Literal["query", "document"], names: tuple[str, ...]) -> str:

@@ -143,10 +143,12 @@ def _pooling_settings(description: ModelDescription) -> dict[str, Any]:
 def _model_settings(description: ModelDescription) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "model_type": "SentenceTransformer",
-        "prompts": {"query": description.query_prompt, "document": description.document_prompt},
+        "prompts": {
+            **description.other_prompts, "query": description.query_prompt, "document": description.document_prompt,
+        },
         "default_prompt_name": None,
         "similarity_fn_name": description.similarity,
-    }
+    }  # fmt: skip
     if description.truncate_dim is not None:
         settings["truncate_dim"] = description.truncate_dim
     return settings
