@@ -58,7 +58,7 @@ Words = Annotated[list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --O
 def main() -> None:
     """Run the command."""
     open_closed_streams()
-    app()
+    sys.exit(guarded(app))  # Ctrl-C may come before a verb has begun
 
 
 def run_process(verb: str, words: Sequence[str]) -> int:

@@ -111,7 +111,8 @@ def open_closed_streams() -> None:
 
 
 def guarded(function: Callable[[], int | None]) -> int:
-    """Call a function and return the exit code. A UserError is printed as a message; a bug keeps its traceback."""
+    """Call a function and return the exit code. A UserError, or a disk that is full, is printed as a
+    message; a bug keeps its traceback."""
     try:
         return function() or 0
     except UserError as error:
@@ -125,6 +126,14 @@ def guarded(function: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
+    except Exception as error:
+        from vembed.saving.durability import refusal
+
+        said = refusal(error)
+        if said is None:
+            raise
+        _say(f"error: {said}\n")
+        return 1
 
 
 def end(function: Callable[[], int | None]) -> NoReturn:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tests.commands import start
+from tests.tiny import shared, tiny_bert_st
 from tests.training.test_run import settings
 from vembed.distributed.environment import check_num_threads
 from vembed.errors import UserError
@@ -19,6 +20,13 @@ def test_a_run_without_standard_streams_ends_well(tmp_path: Path) -> None:
     assert start("train", f"{tmp_path}/run.yaml", "--nproc", "2", has_streams=False).wait(100) == 0
     assert (tmp_path / "run" / "final").is_dir()
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2, "nothing is printed into other files"
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_no_half_model(tmp_path: Path) -> None:
+    err = tmp_path / "err"
+    code = start("export", str(shared(tiny_bert_st)), f"{tmp_path}/copy", stderr=err, max_file_bytes=20_000).wait(100)
+    assert code == 1 and err.read_text().startswith(f"error: {tmp_path}/copy could not be written (File too large): ")
+    assert err.read_text().count("\n") == 1 and [one.name for one in tmp_path.iterdir()] == ["err"]
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-1", "1.5"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.test_run import metrics
-from vembed.saving.durability import sync, sync_folder, way_out
+from vembed.saving.durability import refusal, replaced_file, sync, sync_folder, way_out
 from vembed.saving.files import replaced_folder
 from vembed.training.resume import trim_metrics
 
@@ -57,3 +57,35 @@ def test_an_evaluation_that_will_be_made_again_is_cut(tmp_path: Path) -> None:
         assert trim_metrics(tmp_path, 4, is_scored=is_scored) == 2 - evaluations
         assert len(metrics(tmp_path, "eval")) == evaluations
         assert len(metrics(tmp_path)) == 2
+
+
+def test_a_file_that_finds_no_room_is_named_and_has_no_name(tmp_path: Path) -> None:
+    target = tmp_path / "scores.npy"
+    target.write_text("earlier")
+    with pytest.raises(OSError) as found, replaced_file(target) as partial:
+        partial.write_text("ha")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # without a file, as `write` raises it
+    said = refusal(found.value)
+    assert said is not None and said.startswith(f"{target} could not be written (No space left on device): make room")
+    assert [one.name for one in tmp_path.iterdir()] == ["scores.npy"] and target.read_text() == "earlier"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/srv/x"),
+            "/srv/x could not be written (Permission denied)",
+        ),
+        (
+            RuntimeError("Error while serializing: I/O error: (os error 28)"),
+            "a file could not be written (No space left",
+        ),
+        (OSError("640 requested and 624 written"), "a file could not be written (No space left on device): make room"),
+        (PermissionError(errno.EACCES, "Permission denied"), None),  # of a port
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "x"), None),
+    ],
+)
+def test_errors_of_the_disk_get_a_sentence(error: Exception, said: str | None) -> None:
+    found = refusal(error)
+    assert found is None if said is None else (found or "").startswith(said)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import socket
+import struct
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -141,6 +143,19 @@ def test_requests_at_the_same_time(url: str) -> None:
 def test_what_clients_get_wrong(url: str, route: str, values: Any, code: int, said: str) -> None:
     found = refused(url + route, values)
     assert found[0] == code and said in found[1]
+
+
+def test_a_client_that_leaves_is_no_traceback(
+    url: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="vembed")
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
+        connection.sendall(b"POST /embed HTTP/1.1\r\nHost: tiny\r\nContent-Length: 100\r\n\r\n")
+    end = time.monotonic() + 60
+    while "has closed the connection" not in caplog.text and time.monotonic() < end:
+        time.sleep(0.01)
+    assert "has closed the connection" in caplog.text and capfd.readouterr().err == ""
 
 
 def test_a_failure_of_the_server_is_an_answer(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from vembed.mining.mining_run import Inputs, Say, open_session, read_inputs
 from vembed.mining.output import check_output, row_writer
 from vembed.mining.record_tables import FileTable, Rows, open_rows
 from vembed.progress import duration
+from vembed.saving.durability import replace_text
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ def audit(
         if running.is_main:
             beginning = data_sections(config, inputs, data, validation)
             report["data"] = [asdict(one) for one in beginning]
-            page.write_text(render(report["name"], report, beginning, findings), encoding="utf-8")
-            page.with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            replace_text(page, render(report["name"], report, beginning, findings))
+            replace_text(page.with_suffix(".json"), json.dumps(report, indent=2) + "\n")
         for one in findings:
             tell(f"{one.severity}: {one.title}: {one.count:,d} ({one.share:.1%})")
         names = f"{page} and {page.with_suffix('.json').name}"

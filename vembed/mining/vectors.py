@@ -77,8 +77,8 @@ class VectorStore:
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise UserError(
-                f"{shard.path} cannot be written ({error.strerror}): free some space, name another work_dir, or set "
-                "vector_dtype: float16"
+                f"{shard.path} cannot be written ({error.strerror or error}): free some space, name another work_dir, "
+                "or set vector_dtype: float16"
             ) from error
 
     def rows(self, shard: Shard, numbers: np.ndarray) -> Tensor:

@@ -14,6 +14,7 @@ from vembed.report.query_changes import NO_DIFFERENCE, Interval
 from vembed.report.record import Table, metric_name
 from vembed.report.report import changed_table, plain, short_paths
 from vembed.report.several_runs import Against, Entrant, SeveralRuns
+from vembed.saving.durability import replace_text
 
 COLOURS_LIGHT = ("#1f5fbf", "#c2571a", "#16734a", "#8a3fa8", "#9c7a00", "#0f7f92", "#b5305f", "#5d646c")
 COLOURS_DARK = ("#7fb0ff", "#f2a06a", "#5cc795", "#cf9be6", "#e0c050", "#62c9da", "#f28bae", "#a9b0b8")
@@ -46,7 +47,7 @@ def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
     path = Path(target)
     if not path.absolute().parent.is_dir():
         raise UserError(f"{path.absolute().parent} is not a folder, so {path.name} cannot be written")
-    path.write_text(comparison_html(runs), encoding="utf-8", errors="backslashreplace")
+    replace_text(path, comparison_html(runs))
     return path
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EACCES, errno.ENOTSUP)
@@ -25,6 +28,23 @@ def replace_text(path: Path, text: str) -> None:
     try:
         write_durably(partial, text.encode("utf-8", "backslashreplace"))
         partial.replace(path)
+    except OSError as error:
+        error.add_note(str(path))
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def replaced_file(target: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces `target` when the block ends without an exception."""
+    partial = target.with_name(target.name + ".part")
+    try:
+        yield partial
+        partial.replace(target)
+    except OSError as error:
+        error.add_note(str(target))  # errors of a full disk name no file
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
@@ -48,10 +68,46 @@ def sync_folder(folder: Path) -> None:
         sync(path)
 
 
+_REFUSALS = {
+    errno.ENOSPC: "make room there, or choose another place",
+    errno.EDQUOT: "make room there, or choose another place",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or choose another disk",
+    errno.EROFS: "choose another place",
+    errno.EACCES: "choose another place, or change its permissions",
+    errno.EPERM: "choose another place, or change its permissions",
+}
+"""What to do where the system refuses to write a file."""
+
+
+def refusal(error: Exception) -> str | None:
+    """Return a sentence about a full disk, or a place that this user may not write to; None for other errors."""
+    text = str(error)
+    if not isinstance(error, OSError) and "os error" not in text:
+        return None
+    for code, way in _REFUSALS.items():
+        if not _says(text, code):
+            continue
+        place = getattr(error, "__notes__", None) or [getattr(error, "filename", None)]
+        is_denied = code in (errno.EACCES, errno.EPERM)  # reading may be, too
+        if place[0] is None and is_denied:
+            return None  # of a socket or a process, not of a file
+        return (
+            f"{place[0] or 'a file'} could not be {'opened' if is_denied else 'written'} ({os.strerror(code)}): {way}"
+        )
+    return None
+
+
+def _says(problem: str, code: int) -> bool:
+    # By the text: errors of safetensors are not OSErrors, and Rust writes their number as "(os error 28)".
+    # numpy says only how much it has written.
+    return (
+        os.strerror(code) in problem
+        or f"os error {code})" in problem
+        or (code == errno.ENOSPC and re.fullmatch(r"\d+ requested and \d+ written", problem) is not None)
+    )
+
+
 def way_out(problem: str, folder: Path) -> str:
     """Return what to do about an error of the disk: make room, if that is what is missing."""
-    # By the text: errors of safetensors are not OSErrors, and Rust writes their number as "(os error 28)".
-    is_full = any(
-        os.strerror(code) in problem or f"os error {code})" in problem for code in (errno.ENOSPC, errno.EDQUOT)
-    )
+    is_full = any(_says(problem, code) for code in (errno.ENOSPC, errno.EDQUOT))
     return f"make room in {folder}" if is_full else f"check the disk of {folder}"

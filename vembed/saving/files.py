@@ -107,8 +107,9 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     new.mkdir(parents=True)
     try:
         yield new
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
+        error.add_note(str(target))  # errors of a full disk name no file
         raise
     sync_folder(new)  # before the rename: after a power cut, the name implies complete files
     if is_link and target.is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,6 +35,13 @@ class EmbeddingServer(ThreadingHTTPServer):
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
             raise UserError(f"--host {host} --port {port} cannot be listened on ({error}); give others") from error
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Write no traceback about a client that leaves before it has its answer."""
+        if isinstance(sys.exception(), ConnectionError):
+            log.debug("%s has closed the connection", client_address)
+        else:
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -21,6 +21,7 @@ def run_export(model: str, output: str, *, merge: bool = False) -> Path:
         raise UserError(f"{target} exists already; give a new folder")
     # Imported late: torch takes seconds, and the check above needs none of it.
     from vembed.families.model_files import read_model
+    from vembed.saving.files import replaced_folder
     from vembed.weights.checkpoints import is_checkpoint, whole_model
 
     # A checkpoint holds shards and optimizer state, which no other program reads: nothing to copy.
@@ -32,7 +33,8 @@ def run_export(model: str, output: str, *, merge: bool = False) -> Path:
     if not any(files.backbone.rglob("*.safetensors")) and files.adapter is None:
         raise UserError(f"{model} has no weights (*.safetensors), so there is no model to copy")
     if not merge:
-        shutil.copytree(files.folder, target)
+        with replaced_folder(target) as folder:  # a copy that is cut off has no name
+            shutil.copytree(files.folder, folder, dirs_exist_ok=True)
         return target
     if files.adapter is None:
         raise UserError(f"{model} holds whole weights and no adapter to merge; leave out --merge to copy it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -33,7 +32,7 @@ def _lines(result: MergeResult) -> list[Table | str]:
         for trial in result.trials:
             table.add_row(f"{trial.at:g}", f"{trial.score:.4f}")
         lines.append(table)
-    names = ", ".join(Path(one).name for one in result.models)
+    names = ", ".join(result.models)  # as they were given: most are called final
     lines.append(f"merged by {result.recipe.method}: {names}")
     if result.score is not None:
         lines.append(f"score: {result.score:.4f}")

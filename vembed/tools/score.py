@@ -16,6 +16,7 @@ from vembed.data.sources import open_examples
 from vembed.distributed.session import start_session
 from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
+from vembed.saving.durability import replaced_file
 from vembed.tools.encode import session_config
 
 CHUNK = 16_384
@@ -86,12 +87,16 @@ def _opened(output: str | None) -> Iterator[_Written]:
     if output == "-":
         yield _Written(sys.stdout, as_json=False)
         sys.stdout.flush()
-    elif output is None or output.endswith(".npy"):
-        written = _Written(None, as_json=False)
-        yield written
-        if output is not None:
-            # The empty array, because concatenate takes no empty list.
-            np.save(output, np.concatenate([np.empty(0, np.float32), *written.arrays]))
+    elif output is None:
+        yield _Written(None, as_json=False)
     else:
-        with Path(output).open("w", encoding="utf-8") as file:
-            yield _Written(file, as_json=True)
+        with replaced_file(Path(output)) as partial:
+            if output.endswith(".npy"):
+                written = _Written(None, as_json=False)
+                yield written
+                with partial.open("wb") as array:
+                    # The empty array, because concatenate takes no empty list.
+                    np.save(array, np.concatenate([np.empty(0, np.float32), *written.arrays]))
+            else:
+                with partial.open("w", encoding="utf-8") as file:
+                    yield _Written(file, as_json=True)

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vembed.errors import UserError
+from vembed.saving.durability import replaced_file
 
 HEADER_BYTES = 128
 """The format wants a multiple of 64; these have room for any number of rows."""
@@ -180,19 +181,13 @@ def vector_writer(
         return
     is_array = target.suffix == ".npy"
     targets = [target, kept_path(target)] if is_array and keep else [target]
-    partials = [one.with_name(one.name + ".part") for one in targets]
-    try:
-        with ExitStack() as stack:
-            file, *beside = [stack.enter_context(one.open("wb")) for one in partials]
-            writer: VectorWriter
-            if is_array:
-                writer = _NpyWriter(file, shape, beside[0] if beside else None, np.dtype(dtype))
-            else:
-                writer = _ParquetWriter(file, shape[0], keep, np.dtype(dtype))
-            yield writer
-            writer.close()
-        for partial, one in zip(partials, targets, strict=True):
-            partial.replace(one)
-    finally:
-        for partial in partials:
-            partial.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        partials = [stack.enter_context(replaced_file(one)) for one in targets]
+        file, *beside = [stack.enter_context(one.open("wb")) for one in partials]  # closed before they are renamed
+        writer: VectorWriter
+        if is_array:
+            writer = _NpyWriter(file, shape, beside[0] if beside else None, np.dtype(dtype))
+        else:
+            writer = _ParquetWriter(file, shape[0], keep, np.dtype(dtype))
+        yield writer
+        writer.close()
