@@ -75,13 +75,14 @@ def test_a_file_that_finds_no_room_is_named_and_has_no_name(tmp_path: Path) -> N
     [
         (
             PermissionError(errno.EACCES, "Permission denied", "/srv/x"),
-            "/srv/x could not be written (Permission denied)",
+            "/srv/x could not be opened (Permission denied)",
         ),
         (
             RuntimeError("Error while serializing: I/O error: (os error 28)"),
             "a file could not be written (No space left",
         ),
         (OSError("640 requested and 624 written"), "a file could not be written (No space left on device): make room"),
+        (RuntimeError("shared memory: No space left on device"), None),
         (PermissionError(errno.EACCES, "Permission denied"), None),  # of a port
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "x"), None),
     ],
