@@ -31,7 +31,7 @@ SCRATCH = 5e-4
 """Peak for initial weights of 512 dimensions: less by the root of the width, and more in proportion where it is
 smaller, up to MOST_SCRATCH."""
 MOST_SCRATCH = 2e-3
-SCRATCH_OF_ORDER = 0.5
+SCRATCH_OF_ORDER = 0.25
 """The same for losses of order, as a part of that for other losses."""
 TWO_TOWERS = 1e-5
 """Peak for CLIP and SigLIP: their towers were trained on batches of tens of thousands of pairs."""
