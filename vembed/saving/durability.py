@@ -76,7 +76,7 @@ _REFUSALS = {
     errno.EACCES: "choose another place, or change its permissions",
     errno.EPERM: "choose another place, or change its permissions",
 }
-"""What to do where the system refuses to write a file."""
+"""Ways out where the system refuses to write a file."""
 
 
 def refusal(error: Exception) -> str | None:
