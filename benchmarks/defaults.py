@@ -59,7 +59,7 @@ OF_LOSS: dict[str, list[Options]] = {
     "cosent": [{"temperature": 0.05}, {"temperature": 0.2}],
 }
 """Those that depend on the loss: on both sides of its default temperature, and negatives on both sides."""
-OF_ADAPTERS: list[Options] = [{"lora_r": 8}, {"lora_r": 64}]
+OF_ADAPTERS: list[Options] = [{"lora_r": 16}, {"lora_r": 64}]
 """Values that are tried with `--option use_lora=true` too."""
 
 

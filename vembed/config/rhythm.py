@@ -12,7 +12,8 @@ from vembed.config.schema import TrainConfig
 
 FEW = 200.0
 """A data set of n examples is seen FEW / sqrt(n) times: 6 times for 300, 4 times for 3,000, once for 30,000."""
-MOST_EPOCHS = 6
+MOST_EPOCHS, MOST_OF_TWO_TOWERS = 6, 12
+"""Ends of that, before the ratios below: of models of texts, and of CLIP and SigLIP."""
 FROM_SCRATCH = 4
 """Ratio of the passes of initial weights to those of trained ones."""
 TWO_TOWERS = 4
@@ -115,7 +116,8 @@ def starts_from_nothing(config: TrainConfig) -> bool:
 def epochs_for(num_examples: int, *, from_scratch: bool = False, has_scale: bool = False) -> float:
     """Return the passes over so many examples."""
     times = (FROM_SCRATCH if from_scratch else 1) * (TWO_TOWERS if has_scale else 1)
-    return float(min(max(round(times * FEW / math.sqrt(num_examples)), 1), times * MOST_EPOCHS))
+    most = times * (MOST_OF_TWO_TOWERS if has_scale else MOST_EPOCHS)
+    return float(min(max(round(times * FEW / math.sqrt(num_examples)), 1), most))
 
 
 def rhythm(config: TrainConfig, size: Size) -> Rhythm:

@@ -111,7 +111,7 @@ class AdapterOptions(Frozen, title="adapters and frozen parts"):
 
     use_lora: bool = False
     """Train low-rank adapters instead of the weights."""
-    lora_r: PositiveInt = 16
+    lora_r: PositiveInt = 32
     """Rank of the adapters."""
     lora_alpha: PositiveInt = 32
     """Scale of the adapters: their update is multiplied by alpha / r."""
@@ -288,7 +288,7 @@ class OptimizerOptions(Frozen, title="optimisation"):
 
     epochs: Literal["auto"] | PositiveFloat = "auto"
     """Passes over the data; may be a fraction. `max_steps` takes precedence. `auto`: one over many examples, up to six
-    over few, four times as many from initial weights; the log gives the number."""
+    over few, four times as many from initial weights, CLIP and SigLIP up to 48; the log gives the number."""
     max_steps: PositiveInt | None = None
     """Optimizer steps. Default: from `epochs`."""
     learning_rate: Literal["auto"] | PositiveFloat = "auto"
