@@ -94,6 +94,15 @@ def test_overlap_counts_queries_positives_and_pairs(tmp_path: Path) -> None:
     assert "1 of the 994 queries of the validation data (0.1%) are" in Overlap("queries", 994, {1: "'a'"}).sentence()
 
 
+def test_vowel_signs_and_tone_marks_are_part_of_words(tmp_path: Path) -> None:
+    train = store_of(tmp_path, [{"query": "दिन", "positive": "วันนี้"}, {"query": "love ❤️", "positive": "কি"}])
+    validation = store_of(
+        tmp_path, [{"query": "दान", "positive": "วันนั้"}, {"query": "Love", "positive": "কা"}], "b.jsonl"
+    )
+    pairs = [(one.query, one.positives[0]) for one in (validation[index] for index in range(2))]
+    assert [(one.what, list(one.found.values())) for one in find_overlap(train, pairs)] == [("queries", ["'Love'"])]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_group_of_most_queries_is_not_held_out(tmp_path: Path, seed: int) -> None:
     draw = random.Random(0)

@@ -283,6 +283,25 @@ def test_bm25_alone_and_fused(options):
         assert [row["negative_scores"] for row in both] == [pytest.approx(one, abs=1e-5) for one in wanted]
 
 
+def test_vowel_signs_are_part_of_the_words_of_bm25_and_of_near_duplicates(tmp_path):
+    positive, other = "दिन में पानी मिला फिर काम किया और सब लोग घर गए", "दान में पानी मिला फिर काम किया और सब लोग घर गए"
+    unlike = "दानी मेला पुन फूर कोम कूया ओर सूब लूग घूर गूए"  # the consonants of the positive
+    write_lines(tmp_path / "train.jsonl", [{"query": "दिन में मेला", "positive": positive}])
+    rows, _ = run(
+        {
+            "model_name": "bm25",
+            "data_path": str(tmp_path / "train.jsonl"),
+            "corpus_path": str(
+                write_lines(tmp_path / "corpus.jsonl", [{"text": one} for one in (positive, other, unlike, "दा न")])
+            ),
+            "output_path": str(tmp_path / "mined.jsonl"),
+            "relative_margin": None,
+            "near_duplicate": 0.8,
+        }
+    )
+    assert rows[0]["negatives"] == [unlike], "one copy but for a word, one other text, one without a word in common"
+
+
 def test_vectors_are_kept_for_other_choices_and_made_again_for_other_texts(options, tmp_path):
     first, result = run(options)
     assert result.num_encoded == 340

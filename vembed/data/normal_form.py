@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import unicodedata
@@ -9,13 +10,32 @@ from pathlib import Path
 
 from vembed.data.examples import ImageRef, Item
 
-_WORD = re.compile(r"\w+")
+_ASCII_WORD = re.compile(r"\w+", re.ASCII)
+_LAST_MARK = 0xFFFF
+"""Marks of rare scripts beyond it would make the regular expressions many times slower."""
 
 
 def normal_text(text: str) -> str:
     """Return a text without differences of case, width, spaces and punctuation."""
     plain = text if text.isascii() else unicodedata.normalize("NFKC", text)
-    return " ".join(_WORD.findall(plain.casefold())) or " ".join(plain.split())
+    word = _ASCII_WORD if text.isascii() else _word()
+    return " ".join(word.findall(plain.casefold())) or " ".join(plain.split())
+
+
+@functools.cache
+def word_marks() -> str:
+    """Return the characters that belong to the letter before them, such as the vowel signs of Hindi and Thai, for a set
+    of characters in a regular expression. `\\w` has none of them.
+
+    Variation selectors, which choose the look of an emoji, are not among them.
+    """
+    marks = [one for one in range(0x300, _LAST_MARK + 1) if unicodedata.category(chr(one)) in ("Mn", "Mc")]
+    return "".join(re.escape(chr(one)) for one in marks if not 0xFE00 <= one <= 0xFE0F)
+
+
+@functools.cache
+def _word() -> re.Pattern[str]:
+    return re.compile(rf"\w[\w{word_marks()}]*")
 
 
 def normal_key(item: Item) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import unicodedata
@@ -9,6 +10,7 @@ import unicodedata
 import numpy as np
 
 from vembed.data.examples import Item
+from vembed.data.normal_form import word_marks
 
 NOT_FOUND = -1
 
@@ -59,11 +61,16 @@ class KeyIndex:
         return np.where(self._keys[places] == keys, self._positions[places], NOT_FOUND)
 
 
-# Hiragana and Katakana, Chinese characters with extension A, Hangul syllables.
-_LETTERS_ALONE = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-_WORD = re.compile(f"[{_LETTERS_ALONE}]|[^\\W{_LETTERS_ALONE}]+")
+# Thai and Lao, Myanmar, Khmer, Hiragana and Katakana, Chinese characters with extension A, Hangul syllables.
+_LETTERS_ALONE = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, normalised; in scripts without spaces every letter is one."""
-    return _WORD.findall(normalised(text))
+    """The words of a text, normalised; in scripts without spaces every letter is one, with its marks."""
+    return _word().findall(normalised(text))
+
+
+@functools.cache
+def _word() -> re.Pattern[str]:
+    letter = rf"[^\W{_LETTERS_ALONE}]"
+    return re.compile(rf"{letter}+(?:[{word_marks()}]+{letter}*)*|(?=\w)[{_LETTERS_ALONE}][{word_marks()}]*")

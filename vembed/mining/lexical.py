@@ -18,6 +18,9 @@ from vembed.mining.contents import array_identity, words
 from vembed.mining.documents import Documents
 from vembed.mining.known import Known, Pairs
 
+FORMAT = 2
+"""Format version of the index. Increase it when `words` gives other words."""
+
 
 def check_bm25() -> None:
     """Raise where the package is missing."""
@@ -32,7 +35,7 @@ class LexicalRetriever:
         check_bm25()
         self._documents, self._known, self._session = documents, known, session
         # With their order: the index knows documents by their numbers alone.
-        self._folder = folder / "bm25" / short_hash(array_identity(documents.exact))
+        self._folder = folder / "bm25" / short_hash(FORMAT, array_identity(documents.exact))
         if session.is_main and not self._folder.exists():
             self._build()
         session.barrier()
