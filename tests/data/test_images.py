@@ -196,12 +196,12 @@ def test_sixteen_bits_are_scaled_not_cut() -> None:
     assert load_image(ImageRef(data=encode(deep, "TIFF"))).getpixel((0, 0)) == (128, 128, 128)
 
 
-def test_floating_point_pixels_are_refused() -> None:
-    data = encode(Image.fromarray(np.ones((4, 4), dtype=np.float32)), "TIFF")
-    with pytest.raises(UserError, match="floating-point"):
-        load_image(ImageRef(data=data))
-    with pytest.raises(BadRecord, match="floating-point"):
-        check_image(ImageRef(data=data))
+@pytest.mark.parametrize("dtype, kind", [(np.float32, "floating-point"), (np.int32, "signed or 32-bit")])
+def test_pixels_whose_range_is_unknown_are_refused(dtype: type, kind: str) -> None:
+    data = encode(Image.fromarray(np.full((4, 4), 200, dtype=dtype)), "TIFF")
+    for use, error in ((load_image, UserError), (check_image, BadRecord)):
+        with pytest.raises(error, match=f"{kind} pixels, whose range is unknown: convert it to 8 bits"):
+            use(ImageRef(data=data))
 
 
 @pytest.mark.parametrize("format_name", ["JPEG", "PNG", "WEBP", "TIFF"])

@@ -118,6 +118,34 @@ def test_unpacked_rows_are_the_rows(
     assert [store.record(n) for n in range(len(store))] == [held.record(n) for n in range(len(held))]
 
 
+def nested(values: pa.Array, kind: str) -> pa.Array:
+    """Texts from dictionaries inside of lists or structs, as libraries write categories."""
+    own = values.dictionary_encode()
+    if kind == "structs":
+        return pa.StructArray.from_arrays([own], ["text"])
+    if kind == "fixed lists":
+        return pa.FixedSizeListArray.from_arrays(own, 1)
+    inner = nested(values, "structs") if kind == "lists of structs" else own
+    return pa.ListArray.from_arrays(list(range(len(values) + 1)), inner)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+@pytest.mark.parametrize("kind", ["structs", "lists", "fixed lists", "lists of structs"])
+def test_dictionaries_inside_of_lists_and_structs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_held: bool
+) -> None:
+    texts, queries = [f"category {n // 40}" for n in range(NUM_ROWS)], [f"q {n} " + "x" * 200 for n in range(NUM_ROWS)]
+    table = pa.table({"query": queries, "positive": nested(pa.array(texts), kind)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=90, compression="none")
+    if not is_held:
+        for name, value in (("IN_MEMORY", 20_000), ("PART_BYTES", 50_000), ("TOGETHER_ROWS", 7)):
+            monkeypatch.setattr(parquet_table, name, value)
+    store = open_path(tmp_path / "a.parquet")
+    assert [(one.query.text, one.positives[0].text) for one in map(store.__getitem__, range(NUM_ROWS))] == list(
+        zip(queries, texts, strict=True)
+    )
+
+
 def test_threads_read_the_same_rows(tmp_path: Path, unpacked: pytest.MonkeyPatch) -> None:
     unpacked.setattr(unpacked_rows, "_opened", lru_cache(2)(unpacked_rows._opened.__wrapped__))
     store = open_path(write(tmp_path / "a.parquet"))

@@ -210,8 +210,9 @@ def _parsed(file: BinaryIO) -> Iterator[Image.Image]:
     with Image.open(file, formats=_formats()) as picture:
         if picture.width * picture.height > MAX_PIXELS:
             raise Image.DecompressionBombError
-        if picture.mode == "F":
-            raise UserError("has floating-point pixels: convert it to 8 bits")
+        if picture.mode == "F" or (picture.mode == "I" and picture.format == "TIFF"):
+            kind = "floating-point" if picture.mode == "F" else "signed or 32-bit"
+            raise UserError(f"has {kind} pixels, whose range is unknown: convert it to 8 bits")
         yield picture
 
 

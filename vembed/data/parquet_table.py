@@ -166,8 +166,7 @@ class ParquetTable(Rows):
         total, num_rows, most = 0, 0, 4 * run.size + IN_MEMORY
         # Without pre_buffer, which would read whole columns of a row group ahead.
         with pq.ParquetFile(self._path, metadata=self._metadata, buffer_size=READ_BYTES, pre_buffer=False) as file:
-            groups = list(range(run.first, run.last + 1))
-            for batch in file.iter_batches(run.rows_at_once(), row_groups=groups, columns=self._columns):
+            for batch in self._batches_of(file, run):
                 total, num_rows = total + batch.nbytes, num_rows + batch.num_rows
                 if total > most:
                     raise UserError(
@@ -176,6 +175,14 @@ class ParquetTable(Rows):
                 yield _without_dictionaries(batch)
         if num_rows != run.num_rows:
             raise ValueError(f"{num_rows:,d} rows where the metadata name {run.num_rows:,d}")
+
+    def _batches_of(self, file: pq.ParquetFile, run: GroupRun) -> Iterator[pa.RecordBatch]:
+        groups = list(range(run.first, run.last + 1))
+        kinds = [one.type for one in file.schema_arrow if one.name in self._columns]
+        # Arrow cannot join dictionaries of several row groups inside of lists and structs.
+        is_apart = any(pa.types.is_nested(one) and _plain(one) != one for one in kinds)
+        for some in [[one] for one in groups] if is_apart else [groups]:
+            yield from file.iter_batches(run.rows_at_once(), row_groups=some, columns=self._columns)
 
 
 class _Held:
@@ -258,6 +265,10 @@ def _plain(kind: pa.DataType) -> pa.DataType:
         return pa.list_(_plain(kind.value_type))
     if pa.types.is_large_list(kind):
         return pa.large_list(_plain(kind.value_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_plain(kind.value_type), kind.list_size)
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
     return kind
 
 
