@@ -10,6 +10,7 @@ import pytest
 from tests import tiny
 from tests.data.files import open_path
 from vembed.config.schema import TrainConfig
+from vembed.data import parquet_table
 from vembed.data.processing import TextProcessing
 from vembed.data.readers import MAX_RECORD
 from vembed.errors import UserError
@@ -32,8 +33,19 @@ def test_a_column_that_unpacks_to_gigabytes_is_refused_by_its_metadata(tmp_path)
 
 def test_one_value_named_many_times_is_refused_before_memory_is_gone(tmp_path):
     path = parquet(tmp_path / "a.parquet", "a" * 3_000_000, 1_000)
-    with pytest.raises(UserError, match=r"its records unpack to more than .* bytes, far more than the file says"):
+    with pytest.raises(UserError, match=r"more than .* bytes, far more than the file says: .* use_dictionary=False"):
         open_path(path)
+
+
+def test_long_texts_that_are_repeated_are_read_as_the_refusal_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet_table, "IN_MEMORY", 2**20)
+    answers = [np.random.default_rng(n).bytes(500).hex() for n in range(20)]
+    rows = pa.table({"query": [f"q {n}" for n in range(5_000)], "answer": answers * 250})
+    pq.write_table(rows, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="use_dictionary=False"):
+        open_path(tmp_path / "a.parquet")
+    pq.write_table(rows, tmp_path / "a.parquet", use_dictionary=False)
+    assert open_path(tmp_path / "a.parquet")[4_999].positives[0].text == answers[-1]
 
 
 def test_the_limit_per_record_holds_for_parquet(tmp_path):

@@ -17,7 +17,7 @@ from vembed.data.batches import ContentKeys
 from vembed.data.index import Index
 from vembed.data.index_parts import Counts
 
-FORMAT = 7
+FORMAT = 8
 """Format version. Increase it when the meaning of records or the layout of an entry changes."""
 
 

@@ -170,7 +170,9 @@ class ParquetTable(Rows):
                 total, num_rows = total + batch.nbytes, num_rows + batch.num_rows
                 if total > most:
                     raise UserError(
-                        f"{self.name}: its records unpack to more than {most:,d} bytes, far more than the file says"
+                        f"{self.name}: its records unpack to more than {most:,d} bytes, far more than the file says: "
+                        "if it holds the same long texts many times, write it without dictionaries (in pandas "
+                        "df.to_parquet(..., use_dictionary=False)), or as JSON Lines"
                     )
                 yield _without_dictionaries(batch)
         if num_rows != run.num_rows:
