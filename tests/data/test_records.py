@@ -238,6 +238,10 @@ def test_both_parts_of_a_record_with_text_and_image() -> None:
         ({"query": "q", "positive": "p", "score": math.nan}, "score is nan"),
         ({"query": "q", "positive": "p", "scores": [math.inf]}, "scores is inf"),
         ({"query": "q", "positive": "p", "score": 10**400}, "score is too large"),
+        (
+            {"query": "q", "positive": "p", "score": -1e39},
+            r"score is -1e\+39, and losses compute with numbers up to 3.4e\+38",
+        ),
         ({"query": "q", "positive": "p", "scores": []}, "scores has 0 numbers for 1 positive"),
         ({"query": "q", "positive": ["p", "r"], "scores": [1]}, "scores has 1 number for 2 positives"),
         ({"query": "q", "positive": ["p", "r"], "score": 1}, "score has 1 number for 2 positives"),
@@ -326,6 +330,11 @@ def test_cells_of_a_table_are_text() -> None:
             read({"sentence1": "a", "sentence2": "b", "score": cell}, numbers_in_text=True)
     found = read({"query": "a", "positive": "b", "negative_1": "c", "negative_2": None}, numbers_in_text=True)
     assert found.negatives == texts("c")
+
+
+def test_a_cell_without_a_class_is_called_empty() -> None:
+    with pytest.raises(BadRecord, match="label is empty"):
+        read({"text": "a", "label": None}, numbers_in_text=True)
 
 
 def test_missing_columns_of_a_table() -> None:

@@ -22,6 +22,8 @@ Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 MATCHED = frozenset({"infonce", "sigmoid", "triplet", "circle"})
 """Losses that take every pair for a match."""
 NO_NEGATIVE = "no negative"
+LARGEST_SCORE = 3.4e38
+"""Larger scores are infinite in float32, and all the same."""
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 _ITEM_KEYS = frozenset({"text", "title", "image", "images", "bytes", "path"})
 
@@ -117,6 +119,8 @@ class RecordFormat:
 
     def _labelled(self, query: Item, label: Any, layout: Layout, where: str) -> Example:
         """Return the example of an item with a class. Its positive is chosen where the other examples are known."""
+        if label is None:
+            raise BadRecord(f"{layout.label} is {self._null}, not the name or number of a class")
         if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():
             raise BadRecord(f"{layout.label} is {described(label)}, not the name or number of a class")
         for loss in self.losses:
@@ -266,6 +270,10 @@ class RecordFormat:
             raise BadRecord(f"{name} is too large a number") from error
         if not math.isfinite(number):
             raise BadRecord(f"{name} is {number}, which is no number to learn from")
+        if abs(number) > LARGEST_SCORE:
+            raise BadRecord(
+                f"{name} is {number:g}, and losses compute with numbers up to {LARGEST_SCORE:.1e}: scale it"
+            )
         return number
 
     def _check_loss(self, loss: str, layout: Layout, negatives: tuple[Item, ...], scores: Any) -> None:
