@@ -357,6 +357,30 @@ def test_bad_records_are_named_with_file_and_line(tmp_path):
         assert part in message
 
 
+def test_texts_that_no_tokenizer_takes_are_named(tmp_path):
+    half = "half an emoji \ud83d"
+    folder = beir(
+        tmp_path,
+        ["q1\td1\t1"],
+        corpus=[*CORPUS, {"_id": "x", "text": half}],
+        queries=[*QUERIES, {"_id": "y", "text": half}],
+    )
+    with pytest.raises(UserError) as raised:
+        opened(folder)
+    for part in (f"corpus.jsonl:{len(CORPUS) + 1}: x has", f"queries.jsonl:{len(QUERIES) + 1}: y has"):
+        assert f"{part} a lone surrogate in it, which is no character" in str(raised.value)
+
+
+@pytest.mark.parametrize("score", ["0.5", "1e-1", ".7"])
+def test_a_first_line_with_a_fraction_is_no_header(tmp_path, score):
+    folder = beir(tmp_path, [])
+    write_lines(folder / "qrels" / "test.tsv", [f"q1\td1\t{score}", "q1\td1\t1"])
+    with pytest.raises(
+        UserError, match=r"1 bad records in .*\n.*test.tsv:1: not query-id, corpus-id and a whole score"
+    ):
+        opened(folder)
+
+
 def test_only_the_first_ten_are_listed(tmp_path):
     folder = beir(tmp_path, ["q1\td1\t1"], corpus=[*CORPUS, *["{broken"] * 12])
     with pytest.raises(UserError, match=r"(?s)12 bad records.*and 2 more"):

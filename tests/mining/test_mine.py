@@ -283,6 +283,13 @@ def test_bm25_alone_and_fused(options):
         assert [row["negative_scores"] for row in both] == [pytest.approx(one, abs=1e-5) for one in wanted]
 
 
+def test_documents_that_no_tokenizer_takes_are_named(options):
+    corpus = Path(options["corpus_path"])
+    write_lines(corpus, [*read_lines(corpus), {"_id": "half", "text": "half an emoji \ud83d"}])
+    with pytest.raises(UserError, match=r"corpus.jsonl:301: the text has a lone surrogate in it"):
+        run(options)
+
+
 def test_vowel_signs_are_part_of_the_words_of_bm25_and_of_near_duplicates(tmp_path):
     positive, other = "दिन में पानी मिला फिर काम किया और सब लोग घर गए", "दान में पानी मिला फिर काम किया और सब लोग घर गए"
     unlike = "दानी मेला पुन फूर कोम कूया ओर सूब लूग घूर गूए"  # the consonants of the positive

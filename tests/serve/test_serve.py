@@ -137,7 +137,12 @@ def test_requests_at_the_same_time(url: str) -> None:
         ("/v1/embeddings", {"input": "a", "input_type": "passage"}, 400, "give query or document"),
         ("/embed", [], 400, "must be a JSON object"),
         ("/nowhere", {}, 404, "there is no /nowhere"),
-        ("/embed", {"inputs": ["a", "half an emoji \ud83d"]}, 400, "inputs[1] has half of a character"),
+        (
+            "/embed",
+            {"inputs": ["a", "half an emoji \ud83d"]},
+            400,
+            "inputs[1] has a lone surrogate in it, which is no character",
+        ),
     ],
 )
 def test_what_clients_get_wrong(url: str, route: str, values: Any, code: int, said: str) -> None:

@@ -11,6 +11,20 @@ from vembed.errors import UserError
 Kind = Literal["query", "document"]
 
 
+LONE_SURROGATE = "has a lone surrogate in it, which is no character"
+
+
+def has_lone_surrogate(text: str) -> bool:
+    """Return whether a text has half of a character in it, as JSON may; no tokenizer takes it."""
+    if text.isascii():
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class ImageRef:
     """Reference to one image: a path (resolved against image_root), an address, or its encoded bytes."""

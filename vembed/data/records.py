@@ -13,7 +13,7 @@ from vembed.config.terms import SCORED
 from vembed.data.blocks import Block
 from vembed.data.columns import INSIDE, Columns, Layout
 from vembed.data.conversations import POSITIVE_MESSAGES, as_fields, is_conversation
-from vembed.data.examples import BadRecord, Example, ImageRef, Item
+from vembed.data.examples import LONE_SURROGATE, BadRecord, Example, ImageRef, Item, has_lone_surrogate
 from vembed.data.images import ImageRoot
 from vembed.data.messages import listed, shown
 
@@ -295,11 +295,8 @@ def _text(value: str, name: str) -> str:
         raise BadRecord(f"{name} is empty")
     if "\0" in value:
         raise BadRecord(f"{name} has a NUL character in it")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise BadRecord(f"{name} has a lone surrogate in it, which is no character") from error
+    if has_lone_surrogate(value):
+        raise BadRecord(f"{name} {LONE_SURROGATE}")
     return value
 
 

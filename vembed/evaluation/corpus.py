@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from vembed.data.examples import BadRecord, Item, ReadAs
+from vembed.data.examples import LONE_SURROGATE, BadRecord, Item, ReadAs, has_lone_surrogate
 from vembed.data.readers import Reader
 from vembed.errors import UserError
 
@@ -121,6 +121,8 @@ def identified_text(record: Any) -> tuple[str, str] | str:
     if identity is None:
         return "no field _id"
     text = titled_text(record)
+    if has_lone_surrogate(text):
+        return f"{identity} {LONE_SURROGATE}"
     return (identity, text) if text else f"{identity} has no text"
 
 

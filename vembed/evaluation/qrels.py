@@ -14,6 +14,7 @@ from vembed.evaluation.beir_folder import open_records
 MOST_DIGITS = 100
 """Characters of a score. Python refuses to read a number of thousands of digits."""
 _WHOLE = re.compile(r"[+-]?\d+(\.0*)?")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
@@ -30,7 +31,7 @@ def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | st
             words = line.split() if len(fields) == 1 else fields
             if len(words) == 4:
                 fields = [words[0], words[2], words[3]]  # trec_eval's format: query, 0, document, grade
-            if number == 1 and not _is_whole(fields[-1]):
+            if number == 1 and not _NUMBER.fullmatch(fields[-1].strip()):
                 continue  # header line
             where = f"{path}:{number}"
             if len(fields) != 3 or not _is_whole(fields[2]) or len(fields[2]) > MOST_DIGITS:

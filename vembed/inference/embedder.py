@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vembed.config.fsdp import Precision
 from vembed.config.resolved import Decision
-from vembed.data.examples import ImageRef, Item, Kind
+from vembed.data.examples import LONE_SURROGATE, ImageRef, Item, Kind, has_lone_surrogate
 from vembed.data.features import Featuriser
 from vembed.distributed.devices import bf16_instructions
 from vembed.distributed.placement import precision_of_use
@@ -353,11 +353,8 @@ def to_item(given: Input) -> Item:
 
 def _whole(text: str) -> str:
     """Return the text. Raise UserError if no tokenizer takes it."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError("an input has a lone surrogate in it, which is no character") from error
+    if has_lone_surrogate(text):
+        raise UserError(f"an input {LONE_SURROGATE}")
     return text
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vembed.config.user_folders import cache_folder
-from vembed.data.examples import BadRecord, Example, ImageRef, Item
+from vembed.data.examples import LONE_SURROGATE, BadRecord, Example, ImageRef, Item, has_lone_surrogate
 from vembed.data.images import ImageRoot
 from vembed.data.messages import listed
 from vembed.data.opening import open_reader
@@ -55,6 +55,8 @@ class CorpusFile:
         if images is None and not text:
             fields = f"{', '.join(TEXT_FIELDS)} and image are read, and it has {listed(record) or 'no fields'}"
             raise BadRecord(f"no text and no image ({fields})")
+        if has_lone_surrogate(text):
+            raise BadRecord(f"the text {LONE_SURROGATE}")
         given = images if isinstance(images, list) else [] if images is None else [images]
         return Item(text=text or None, images=tuple(self._image(one) for one in given))
 

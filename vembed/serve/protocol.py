@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vembed.data.examples import Kind
+from vembed.data.examples import LONE_SURROGATE, Kind, has_lone_surrogate
 from vembed.inference.encoding import first_dims
 from vembed.serve.encoder import TextEncoder
 
@@ -61,12 +61,8 @@ def _texts(asked: Values, key: str, kind_key: str) -> tuple[list[str], Kind | No
     if len(texts) > MOST_INPUTS:
         raise BadRequest(f"{key} has {len(texts):,d} texts; send at most {MOST_INPUTS:,d} in one request")
     for number, text in enumerate(texts):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise BadRequest(
-                f"{key}[{number}] has half of a character in it (a lone surrogate): cut texts between characters"
-            ) from None
+        if has_lone_surrogate(text):
+            raise BadRequest(f"{key}[{number}] {LONE_SURROGATE}: cut texts between characters")
     kind = asked.get(kind_key)
     if kind is None:
         return texts, None
