@@ -60,7 +60,7 @@ def fetched_copies(address: str, cache: Path) -> list[tuple[str, Path]]:
 
     try:
         files, place = fsspec.core.url_to_fs(address)
-        found = sorted(files.glob(place)) if _is_pattern(place) else [place]
+        found = sorted(files.glob(place)) if is_pattern(place) else [place]
         if not found:
             raise UserError(f"{address} names no file")
         return [(files.unstrip_protocol(one), _fetched(files, one, cache)) for one in found]
@@ -93,10 +93,6 @@ def _fetched(files: Any, place: str, cache: Path) -> Path:
 
 def is_pattern(path: str) -> bool:
     """Return whether a path that does not exist is a pattern of several files."""
-    return _is_pattern(path)
-
-
-def _is_pattern(path: str) -> bool:
     return any(one in path for one in "*?[")
 
 

@@ -34,7 +34,6 @@ _AROUND = " \t\r\n\ufeff"
 """Characters around a record that belong to no record."""
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _SPACE = re.compile(r"[ \t\r\n]*")
-_REST_OF_LINE = re.compile(r"[ \t\r]*(\n|\Z)")
 
 
 @dataclass(frozen=True, slots=True)

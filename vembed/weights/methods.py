@@ -6,13 +6,12 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 Method = Literal["mean", "weighted", "slerp", "task_arithmetic", "ties", "dare"]
-METHODS: tuple[Method, ...] = get_args(Method)
 OF_DIFFERENCES: tuple[Method, ...] = ("task_arithmetic", "ties", "dare")
 """Methods that are defined on differences from a base model."""
 PIECE = 2**20
