@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import random
 from pathlib import Path
 
@@ -171,7 +172,7 @@ def test_values_from_the_size_of_the_data() -> None:
     assert values.fitting_length(lengths, 512, 512) == 64 and values.fitting_length(lengths, 32, 512) == 32
 
 
-def test_the_data_of_a_config_on_one_page(vembed: Command, faq: str) -> None:
+def test_the_data_of_a_config_on_one_page(vembed: Command, faq: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert vembed("init", "--data", faq, "--model", str(shared(tiny_bert))).code == 0
     done = vembed("data", "vembed.yaml", "query_prompt=find: ", "max_length=16")
     assert done.code == 0, done.err
@@ -186,7 +187,9 @@ def test_the_data_of_a_config_on_one_page(vembed: Command, faq: str) -> None:
         assert words in done.out, done.out
     Path("val.jsonl").write_text('{"query": "wie geht Konto", "positive": "a"}\n')
     Path("train.jsonl").write_text('{"query": "Wie geht Konto?", "positive": "b", "negatives": ["B", "c"]}\n' * 2)
+    monkeypatch.setattr(logging.root, "handlers", [])  # those of pytest: Python prints what no handler takes
     done = vembed("data", f"model_name={shared(tiny_bert)}", "data_path=train.jsonl", "val_data_path=val.jsonl")
+    assert "are in the training data" not in done.err, "said once"
     assert "warning: 1 of the 1 queries of the validation data (100%) are in the training data too" in done.out
     assert "2 examples have one of their positives among their negatives" in done.out
     assert "pairs: 1 different, 1 repetitions" in done.out

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Protocol
@@ -64,7 +66,8 @@ def data_page(config: TrainConfig) -> str:
 
 def data_facts(config: TrainConfig) -> DataFacts:
     """Return the page and the figures on it."""
-    sets = open_sets(config, compares=True)
+    with _unlogged():
+        sets = open_sets(config, compares=True)
     read = [*sets.examples.summary()]
     if sets.evaluation is not None:
         read.append(f"validation: {sets.evaluation.summary()}")
@@ -80,6 +83,17 @@ def data_facts(config: TrainConfig) -> DataFacts:
     for one in page:
         figures |= one.figures
     return DataFacts(as_text(page), figures)
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keep the log's lines from the console: the page has the same ones. Without a handler Python prints warnings."""
+    log, silent = logging.getLogger("vembed"), logging.NullHandler()
+    log.addHandler(silent)
+    try:
+        yield
+    finally:
+        log.removeHandler(silent)
 
 
 def sections(examples: Examples, read: Sequence[str], config: TrainConfig | None) -> list[Section]:
