@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,9 @@ def test_the_table_of_columns_has_every_name() -> None:
     said = set(spans(ROOT / "docs" / "data.md"))
     for names in COLUMNS.values():
         assert set(names) <= said, sorted(set(names) - said)
+
+
+def test_the_page_of_the_installation_has_every_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set(re.findall(r'"\.\[(\w+)\]"', (ROOT / "docs" / "index.md").read_text()))
+    assert named == set(extras) - {"dev", "docs"}
