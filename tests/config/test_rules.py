@@ -132,6 +132,13 @@ def test_global_batch_that_cannot_be_divided() -> None:
         ({"val_data_path": "d"}, "val_data_path is the training data"),
         ({"use_lora": True, "learning_rate": 2e-5}, "learning_rate: 2e-05 is a rate for training all weights"),
         ({"patience": 3}, "patience: 3 has no effect without val_data_path"),
+        ({"eval_before": False}, "eval_before: false has no effect without val_data_path"),
+        ({"eval_metric": "ndcg@10"}, "eval_metric: ndcg@10 has no effect without val_data_path"),
+        ({"eval_ks": [5]}, "eval_ks: [5] has no effect without val_data_path"),
+        ({"eval_batch_tokens": 64}, "eval_batch_tokens: 64 has no effect without val_data_path"),
+        ({"save_merged": False}, "save_merged: false has no effect without use_lora"),
+        ({"tokenizer_name": "other"}, "tokenizer_name: other has no effect without model_class"),
+        ({"model_arguments": {"size": 4}}, "model_arguments: {'size': 4} has no effect without model_class"),
         (
             {"query_prompt": "Instruct: find\\nQuery:"},
             "query_prompt: Instruct: find\\nQuery: holds a backslash and an n where a line break is usual",

@@ -332,7 +332,8 @@ LORA = (
 )  # fmt: skip
 NEEDED_BY: dict[str, tuple[str, ...]] = {
     "use_mrl": ("mrl_dims", "mrl_weights", "mrl_projection", "mrl_projection_init"),
-    "use_lora": LORA,
+    "use_lora": (*LORA, "save_merged"),
+    "model_class": ("model_arguments", "tokenizer_name"),
     "save_steps": ("async_save",),
     "image_model_name": ("composed_dim",),
     "push_to_hub": ("push_public",),
@@ -379,11 +380,9 @@ def remarks(config: TrainConfig) -> list[str]:
     if config.base_batch_size != defaults.base_batch_size and config.scale_learning_rate == "none":
         found.append(f"base_batch_size: {config.base_batch_size:,d} has no effect with scale_learning_rate: none")
     if config.val_data_path is None and config.val_split is None:
-        found += [
-            f"{name}: {values[name]:,d} has no effect without val_data_path or val_split"
-            for name in ("eval_steps", "patience")
-            if isinstance(values[name], int)
-        ]
+        unread = [name for name in ("eval_steps", "patience") if isinstance(values[name], int)]
+        unread += [name for name in ("eval_before", "eval_metric", "eval_ks", "eval_batch_tokens") if name in set_apart]
+        found += [f"{name}: {word(values[name])} has no effect without val_data_path or val_split" for name in unread]
     if config.max_steps is not None and config.epochs != "auto" and "epochs" in config.model_fields_set:
         found.append(
             f"max_steps: {config.max_steps:,d} decides the length of the run, epochs: {config.epochs:g} does not"
