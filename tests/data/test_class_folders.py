@@ -14,6 +14,7 @@ from vembed.data.class_folders import is_class_folder
 from vembed.data.sources import open_examples
 from vembed.errors import UserError
 from vembed.start.sample import read_sample
+from vembed.tools.encode_input import images_in
 
 
 @pytest.fixture
@@ -42,6 +43,16 @@ def test_each_image_has_the_class_of_its_folder(pictures: Path, tmp_path: Path) 
     assert len(open_examples(config(), str(pictures), cache_dir=tmp_path / "cache")) == 15, (
         "the folder is looked at anew"
     )
+
+
+@pytest.mark.parametrize("ending", ["ppm", "pgm", "jp2", "jfif", "avif"])
+def test_every_format_that_is_read_is_found_in_folders(pictures: Path, tmp_path: Path, ending: str) -> None:
+    Image.new("RGB", (20, 20), (9, 9, 9)).save(pictures / "cat" / f"more.{ending}")
+    assert len(open_examples(config(), str(pictures), cache_dir=tmp_path / "cache")) == 17
+    assert f"cat/more.{ending}" in images_in(pictures)
+    (tmp_path / "a.csv").write_text(f"query,positive\na text,cat/more.{ending}\n")
+    (warning,) = open_examples(config(), str(tmp_path / "a.csv"), cache_dir=tmp_path / "cache").warnings()
+    assert "retrieval_mode: t2i" in warning
 
 
 def test_splits_are_no_classes(pictures: Path, tmp_path: Path) -> None:

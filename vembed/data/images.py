@@ -6,6 +6,7 @@ import functools
 import http.client
 import io
 import os
+import re
 import stat
 import struct
 import urllib.request
@@ -31,8 +32,13 @@ LONGEST_NAME = 64
 _ENCODED = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """Beginnings of images in base64: a data URI, PNG, JPEG, GIF and WebP."""
 
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"})
+IMAGE_SUFFIXES = frozenset({
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif",
+    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k",
+})  # fmt: skip
 """Endings of files that are taken for images in a folder."""
+IMAGE_PATH = re.compile(rf"\S.*({'|'.join(map(re.escape, sorted(IMAGE_SUFFIXES)))})", re.IGNORECASE)
+"""Texts that are probably paths of images."""
 _FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 # Exceptions that Pillow's readers raise on broken files.
 _BROKEN = (OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, OverflowError, MemoryError, struct.error)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Sequence
 
 from vembed.data.examples import Example, Item
+from vembed.data.images import IMAGE_PATH
 
-_PATH = re.compile(r"\S.*\.(jpe?g|png|webp|gif|bmp|tiff?)", re.IGNORECASE)
 _LIST = re.compile(r"""\[\s*['"{].*['"}]\s*\]""", re.DOTALL)
 _OBJECT = re.compile(r"""\{\s*['"](text|title|image|images|bytes|path)['"]\s*:.*\}""", re.DOTALL)
 _PLACE = "<image>"
@@ -52,7 +52,7 @@ def _places(parts: dict[str, list[Item]], unused: Collection[str]) -> list[str]:
 
 def _paths(queries: list[Item], documents: list[Item]) -> list[str]:
     are_paths = [
-        bool(items) and all(_PATH.fullmatch(item.text or "") for item in items) for items in (queries, documents)
+        bool(items) and all(IMAGE_PATH.fullmatch(item.text or "") for item in items) for items in (queries, documents)
     ]
     if not any(are_paths):
         return []

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
+from vembed.data.images import IMAGE_PATH
+
 Record = Mapping[str, Any]
 
 QUERY_WORDS = (
@@ -34,7 +36,6 @@ ID_WORDS = frozenset({
     "sprache", "category", "kategorie", "status", "tag", "tags", "numero", "fecha",
 })  # fmt: skip
 """Words of column names whose content is not embedded."""
-_PATH = re.compile(r"\S.*\.(jpe?g|png|webp|gif|bmp|tiff?)", re.IGNORECASE)
 FEW_VALUES = 0.2
 """A column with a smaller share of different values is a category, unless its name says otherwise."""
 
@@ -108,7 +109,7 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
     if not texts:
         return ColumnFacts(name, "", 0.0, 0.0, 0.0, 0.0, is_text=False)
     unique = len(set(texts)) / len(texts)
-    paths = mean(_PATH.fullmatch(text) is not None for text in texts)
+    paths = mean(IMAGE_PATH.fullmatch(text) is not None for text in texts)
     questions = mean(text.rstrip(" \"')").endswith(("?", "\uff1f")) for text in texts)
     letters = mean(sum(character.isalpha() for character in text) / len(text) for text in texts)
     spaced = mean(any(character.isspace() for character in text.strip()) for text in texts)
