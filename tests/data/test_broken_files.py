@@ -139,6 +139,12 @@ def test_quotes_in_csv(tmp_path: Path) -> None:
     assert "a.csv:7: the number of cells is 3, and the header has 2" in problems
 
 
+def test_lines_that_end_with_a_carriage_return_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"query,positive\ra,b\rc,d\r")
+    with pytest.raises(UserError, match=r"a.csv:1: the header cannot be read: .*: end them with line feeds"):
+        open_path(tmp_path / "a.csv")
+
+
 def test_quotes_in_tsv_may_be_letters(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "a.tsv",

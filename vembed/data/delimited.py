@@ -195,4 +195,7 @@ class _Lines:
 
 def _reason(error: csv.Error) -> str:
     """Return csv's error without its advice to programmers."""
-    return str(error).partition(" - ")[0]
+    reason = str(error).partition(" - ")[0]
+    if reason.startswith("new-line character seen in unquoted field"):
+        return "a carriage return without quotes around it, or lines that end with one alone: end them with line feeds"
+    return reason
