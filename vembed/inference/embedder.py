@@ -138,7 +138,7 @@ class Embedder:
         """Return [n, d] float32 embeddings in the order of the inputs; [d] for a single input that is not in a list.
 
         `kind` chooses the prompt, and `prompt` gives another one. `normalize_embeddings` and `show_progress_bar` are
-        the names that Sentence Transformers has for `normalize` and `show_progress`. `precision`: float32, int8,
+        those of Sentence Transformers: the first false leaves the vectors as by default. `precision`: float32, int8,
         uint8, binary or ubinary; `ranges` [2, d] for int8 and uint8: the lowest and highest value of each coordinate,
         by default those of these inputs. `convert_to_tensor`: a torch tensor on the model's device. `batch_size` limits
         the inputs per forward pass, which their padded length limits too. `normalize`: true normalises each vector
@@ -163,7 +163,8 @@ class Embedder:
                 normalize=False,
                 progress=progress,
             )
-        wanted = normalize if normalize_embeddings is None else normalize_embeddings
+        # False asks for no normalisation besides the model's own, which Sentence Transformers keeps too.
+        wanted = True if normalize_embeddings else normalize
         finished = self.finish(full, self._checked(truncate_dim) or self.truncate_dim, wanted)
         limits = None if ranges is None else checked_ranges(ranges, finished.shape[1])
         vectors = quantized(finished, precision, limits)
