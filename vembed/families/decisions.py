@@ -11,7 +11,16 @@ from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.families import backbones
 from vembed.families.description import DESCRIPTION_FILE, ModelDescription
-from vembed.families.facts import Facts, gather, is_causal, max_length, other_prompts, padding_side, prompts
+from vembed.families.facts import (
+    Facts,
+    default_prompt_name,
+    gather,
+    is_causal,
+    max_length,
+    other_prompts,
+    padding_side,
+    prompts,
+)
 from vembed.families.model_files import model_folder
 from vembed.families.model_settings import read_dense
 from vembed.families.table import FAMILIES, Evidence, Family, Pooling, recognised_by
@@ -50,6 +59,7 @@ def describe(config: TrainConfig, *, for_use: bool = False) -> ModelDescription:
         query_prompt=query_prompt,
         document_prompt=document_prompt,
         other_prompts=other_prompts(facts),
+        default_prompt_name=default_prompt_name(facts),
         similarity=_similarity(facts, for_use=for_use),
         normalize=_normalize(facts),
         truncate_dim=_truncate_dim(facts, embedding_dim),

@@ -43,6 +43,9 @@ class ModelDescription:
     document_prompt: str = ""
     other_prompts: dict[str, str] = field(default_factory=dict)
     """Prompts of the model's files for other uses, by name: they are saved along."""
+    default_prompt_name: str | None = None
+    """Prompt that Sentence Transformers takes where none is asked for: query, document or one of the others. Saved
+    along."""
     similarity: Literal["cosine", "dot"] = "cosine"
     normalize: bool = True
     """True: encode returns unit vectors."""

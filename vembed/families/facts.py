@@ -105,6 +105,15 @@ def other_prompts(facts: Facts) -> dict[str, str]:
     return {name: text for name, text in named.items() if name not in (*OF_QUERIES, *OF_DOCUMENTS)}
 
 
+def default_prompt_name(facts: Facts) -> str | None:
+    """Return the name under which the saved model has the default prompt of the model's files, if they name one."""
+    if facts.saved is not None:
+        return facts.saved.default_prompt_name
+    own = facts.files.default_prompt_name if facts.files is not None else None
+    # Other names for the prompt of documents are not saved.
+    return "document" if own in OF_DOCUMENTS else own
+
+
 def _prompt(facts: Facts, kind: Literal["query", "document"], names: tuple[str, ...]) -> str:
     key = f"{kind}_prompt"
     asked = facts.config.query_prompt if kind == "query" else facts.config.document_prompt

@@ -139,6 +139,8 @@ class SentenceTransformersFiles:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     """Prompt for inputs whose kind has no prompt of its own."""
+    default_prompt_name: str | None = None
+    """Name of that prompt among `prompts`."""
     similarity: str | None = None
     truncate_dim: int | None = None
 
@@ -186,7 +188,7 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
             )
     values = read_settings(folder / "config_sentence_transformers.json", ModelSettings) or ModelSettings()
     prompts = {name: text for name, text in (values.prompts or {}).items() if text is not None}
-    default_name = values.default_prompt_name
+    default_name = values.default_prompt_name if values.default_prompt_name in prompts else None
     return SentenceTransformersFiles(
         backbone=backbone,
         poolings=poolings,
@@ -195,7 +197,8 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
         normalize=normalize,
         max_length=_max_length(backbone),
         prompts=prompts,
-        default_prompt=prompts.get(default_name) if default_name is not None else None,
+        default_prompt=prompts[default_name] if default_name is not None else None,
+        default_prompt_name=default_name,
         similarity=values.similarity_fn_name,
         truncate_dim=values.truncate_dim,
     )

@@ -146,7 +146,7 @@ def _model_settings(description: ModelDescription) -> dict[str, Any]:
         "prompts": {
             **description.other_prompts, "query": description.query_prompt, "document": description.document_prompt,
         },
-        "default_prompt_name": None,
+        "default_prompt_name": description.default_prompt_name,
         "similarity_fn_name": description.similarity,
     }  # fmt: skip
     if description.truncate_dim is not None:
