@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoTokenizer
 
 import vembed
 from tests import tiny
@@ -93,6 +95,40 @@ def test_an_adapter_alone_of_a_masked_auto_encoder_masks_nothing(tmp_path: Path)
         Image.fromarray(draw.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(path)
     items = [Item(images=(ImageRef(path=path),)) for path in paths]
     assert_same(ours(folder, items, "document"), load_in_sentence_transformers(folder).encode(paths))
+
+
+@pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_qwen3_st])
+def test_a_tokenizer_that_was_saved_with_an_adapter_is_the_one_that_is_used(
+    make: Callable[..., Path], tmp_path: Path
+) -> None:
+    alone = save(tuned(tiny.shared(make)), tmp_path / "alone", merge=False)
+    before = ours(alone, TEXTS, "query")
+    path = alone / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = [word for word in vocabulary if word.isalpha()][-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": "e"}, "content": "o"}
+    path.write_text(json.dumps(tokenizer))
+    after = ours(alone, TEXTS, "query")
+    assert np.abs(after - before).max() > 0.01
+    assert_same(after, load_in_sentence_transformers(alone).encode_query(TEXTS))
+    again = save(tuned(alone), tmp_path / "again", merge=True)
+    assert json.loads((again / "tokenizer.json").read_text())["normalizer"] == tokenizer["normalizer"]
+
+
+def test_a_padding_token_that_was_added_without_a_row_is_not_used(tmp_path: Path) -> None:
+    alone = save(tuned(tiny.shared(tiny.tiny_llama)), tmp_path / "alone", merge=False)
+    before = ours(alone, TEXTS, "query")
+    tokenizer = AutoTokenizer.from_pretrained(alone)
+    tokenizer.add_tokens([f"<{number}>" for number in range(1_000)])
+    tokenizer.add_special_tokens({"pad_token": "<999>"})
+    tokenizer.save_pretrained(alone)
+    np.testing.assert_allclose(ours(alone, TEXTS, "query"), before, atol=1e-5)
+    description = describe(TrainConfig(model_name=str(alone), data_path="unused"))
+    features = Featuriser(description).features([(Item(text=text), "query") for text in ("red", " ".join(TEXTS))])
+    rows = json.loads((tiny.shared(tiny.tiny_llama) / "config.json").read_text())["vocab_size"]
+    assert int(Featuriser(description).collate(features)["input_ids"].max()) < rows
 
 
 @pytest.mark.parametrize("merge", [True, False])

@@ -13,7 +13,7 @@ from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.families import backbones
 from vembed.families.description import DESCRIPTION_FILE, ModelDescription
-from vembed.families.model_files import SentenceTransformersFiles, files_of
+from vembed.families.model_files import SentenceTransformersFiles, files_of, tokenizer_folder
 from vembed.families.model_settings import TokenizerSettings, read_settings
 from vembed.families.table import Family
 from vembed.families.weight_files import read_object
@@ -61,7 +61,8 @@ class Facts:
 
     def of_tokenizer(self, name: str) -> Any:
         """Return a setting of the tokenizer; None if it is not set."""
-        settings = read_settings(self.backbone / "tokenizer_config.json", TokenizerSettings) or TokenizerSettings()
+        folder = tokenizer_folder(self.backbone, self.adapter)
+        settings = read_settings(folder / "tokenizer_config.json", TokenizerSettings) or TokenizerSettings()
         return dict(settings).get(name)
 
 

@@ -48,6 +48,10 @@ _POOLING_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weighted_mean",
     "pooling_mode_lasttoken": "last",
 }
+_TOKENIZER_SETTINGS = "tokenizer_config.json"
+_VOCABULARIES = (
+    "tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model",
+)  # fmt: skip
 STATIC = "StaticEmbedding"
 """Module of Sentence Transformers that is a table of token vectors and their mean."""
 _POOLING_NAMES = {"weightedmean": "weighted_mean", "lasttoken": "last"}
@@ -252,6 +256,14 @@ def _is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and all(
         path.name == ADAPTER_WEIGHTS for path in folder.glob("*.safetensors")
     )
+
+
+def tokenizer_folder(backbone: Path, adapter: Path | None) -> Path:
+    """Return the folder of a model's tokenizer: the adapter's where a whole tokenizer was saved with it, as peft and
+    Sentence Transformers read it."""
+    if adapter is None or not (adapter / _TOKENIZER_SETTINGS).is_file():
+        return backbone
+    return adapter if any((adapter / name).is_file() for name in _VOCABULARIES) else backbone
 
 
 def files_of(config: TrainConfig) -> ModelFiles:

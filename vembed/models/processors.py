@@ -15,6 +15,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerB
 
 from vembed.errors import UserError
 from vembed.families.description import IMAGE_TOWER_FOLDER, ModelDescription
+from vembed.families.model_files import tokenizer_folder
 from vembed.families.model_settings import LIBRARY_ERRORS, first_sentence
 from vembed.families.weight_files import read_object
 from vembed.models.backbone_loading import quiet_transformers
@@ -40,11 +41,11 @@ class ChatTemplate:
 
 def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     """Return the model's tokenizer with the description's maximum length and padding side, and a padding token."""
-    source = description.source
+    source = _texts_folder(description)
     try:
         # Pass these at loading: set later, they would be missing from the saved tokenizer.
         # Transformers does not know the model type of an own model, and warns of it.
-        with quiet_transformers() if is_own(Path(source)) else nullcontext():
+        with quiet_transformers() if is_own(source) else nullcontext():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 source,
                 trust_remote_code=description.trust_remote_code,
@@ -56,32 +57,49 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
         if type(error) is not Exception and not isinstance(error, LIBRARY_ERRORS):
             raise
         raise UserError(f"the tokenizer of {source} cannot be loaded: {first_sentence(error)}") from error
-    _check_vocabulary(Path(source), tokenizer)
+    num_rows = _num_rows(Path(description.source))
+    _check_vocabulary(source, tokenizer, num_rows)
     if description.traits.has_fixed_length:
         # SigLIP was trained without an attention mask; this keeps other programs from creating one.
         tokenizer.model_input_names = ["input_ids"]
-    if tokenizer.pad_token is None:
+    if tokenizer.pad_token is None or _is_beyond(tokenizer, num_rows):
         # Any token serves as padding, since padding is masked everywhere.
         if tokenizer.eos_token is None:
             raise UserError(f"the tokenizer of {source} has neither a padding nor an end token; add `pad_token` to it")
         tokenizer.pad_token = tokenizer.eos_token
-    settings = read_object(Path(source, "sentence_bert_config.json")) or {}
+    settings = read_object(source / "sentence_bert_config.json") or {}
     if tokenizer.is_fast and settings.get("do_lower_case", False):
         _add_lowercase(tokenizer)
     return tokenizer
 
 
-def _check_vocabulary(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError if tokens have numbers beyond the rows of the embedding matrix. Added tokens may never occur."""
+def _texts_folder(description: ModelDescription) -> Path:
+    """Return the folder of the tokenizer and the chat template."""
+    adapter = None if description.adapter is None else Path(description.adapter)
+    return tokenizer_folder(Path(description.source), adapter)
+
+
+def _num_rows(folder: Path) -> int | None:
+    """Return the rows of the embedding matrix by the model's config.json, if it says so."""
     settings = read_object(folder / "config.json") or {}
     text = settings.get("text_config")
     size = (text if isinstance(text, dict) else settings).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _is_beyond(tokenizer: PreTrainedTokenizerBase, num_rows: int | None) -> bool:
+    """Return whether a padding token that somebody has added has no row, and another token can stand in for it."""
+    return num_rows is not None and int(tokenizer.pad_token_id) >= num_rows and tokenizer.eos_token is not None
+
+
+def _check_vocabulary(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int | None) -> None:
+    """Raise UserError if tokens have numbers beyond the rows of the embedding matrix. Added tokens may never occur."""
     added = tokenizer.get_added_vocab()
     largest = max((number for token, number in tokenizer.get_vocab().items() if token not in added), default=0)
-    if isinstance(size, int) and largest >= size:
+    if num_rows is not None and largest >= num_rows:
         raise UserError(
             f"the tokenizer of {folder} has tokens up to number {largest:,d}, and config.json has vocab_size "
-            f"{size:,d}: one of the two is of another model; copy the model again"
+            f"{num_rows:,d}: one of the two is of another model; copy the model again"
         )
 
 
@@ -112,7 +130,7 @@ def load_chat_template(description: ModelDescription, tokenizer: Any) -> ChatTem
     Transformers files define messages is used unchanged. Otherwise the generation prompt is added, and the end-of-text
     token becomes part of the template unless the tokenizer adds it.
     """
-    folder = Path(description.source)
+    folder = _texts_folder(description)
     old_file = read_object(folder / "chat_template.json") or {}
     template = old_file.get("chat_template") or tokenizer.chat_template
     if not isinstance(template, str):
