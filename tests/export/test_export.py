@@ -23,6 +23,7 @@ from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import RetrievalData
 from vembed.export import gguf_format, onnx_format, onnx_images
 from vembed.export.check import NUM_TEXTS, distances, smaller, texts_to_compare
+from vembed.export.exporting import MOST_STUDENT_EXAMPLES, student_texts
 from vembed.export.onnx_format import OnnxFormat
 from vembed.export.safetensors_format import SafetensorsFormat
 from vembed.serve.encoder import open_encoder
@@ -362,6 +363,28 @@ def test_check_server(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_distances_of_broken_vectors_are_infinite() -> None:
     good = np.ones((2, 3), np.float32)
     assert distances(good, np.array([[1, 1, 1], [np.nan, 0, 0]], np.float32)).tolist() == [0.0, np.inf]
+
+
+def test_a_student_reads_a_sample_of_a_corpus(tmp_path: Path) -> None:
+    class Documents(list[Item]):
+        """A million documents, which are not all read."""
+
+        num_read = 0
+
+        def __len__(self) -> int:
+            return 1_000_000
+
+        def __getitem__(self, place: Any) -> Any:
+            places = range(len(self))[place]
+            self.num_read += len(places) if isinstance(places, range) else 1
+            return [] if isinstance(places, range) else Item(text=f"document {places}")
+
+    documents = Documents()
+    data = RetrievalData("large", (Item(text="query"),), documents, ({0: 1},))
+    found = student_texts(str(tmp_path), data)
+    assert documents.num_read == len(found) <= MOST_STUDENT_EXAMPLES
+    numbers = [int(text.split()[1]) for text, _ in found]
+    assert numbers[0] == NUM_TEXTS // 2 and numbers[-1] > 990_000
 
 
 def test_the_check_reads_no_more_of_a_corpus_than_it_compares() -> None:

@@ -78,6 +78,18 @@ def test_the_average_is_resumed(config, tmp_path):
         np.testing.assert_allclose(one[name], other[name], atol=1e-7)
 
 
+def test_a_model_made_of_a_checkpoint_has_the_average(config, tmp_path):
+    result = vembed.train({**config, "ema": 0.5, "eval_steps": 2, "save_steps": 2})
+    lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    seen = {line["step"]: line["eval"]["ndcg@10"] for line in lines if "eval" in line}
+    last = whole_model(str(result.output_dir / "checkpoint-4"), tmp_path / "last")
+    one, other = weights_of(last), weights_of(vembed.train({**config, "ema": 0.5, "overwrite": True}).model_dir)
+    assert all((one[name] == other[name]).all() for name in one)
+    vembed.train({**config, "ema": 0.5, "eval_steps": 2, "save_steps": 2, "overwrite": True})
+    earlier = whole_model(str(result.output_dir / "checkpoint-2"), tmp_path / "earlier")
+    assert vembed.evaluate(earlier, config["val_data_path"])["ndcg@10"] == pytest.approx(seen[2])
+
+
 def _train_on_a_rank(config):
     return str(vembed.train(config).model_dir)
 

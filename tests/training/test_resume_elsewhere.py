@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import vembed
 from tests.data.pictures import write
@@ -21,8 +23,10 @@ from vembed.distributed import placement, session
 from vembed.distributed.placement import CHECKPOINT, choose_precision
 from vembed.errors import UserError
 from vembed.evaluation.dataset import ScoredPairs
+from vembed.training import integrity, trainer
 from vembed.training.identity import require_same_data
 from vembed.training.image_files import MOST_SAMPLED, of_evaluation, of_examples
+from vembed.weights.checkpoints import whole_model
 
 AUTO: Decision[Any] = Decision("auto", "auto")
 CPU = torch.device("cpu")
@@ -126,3 +130,50 @@ def test_of_many_images_and_of_large_ones_a_sample_is_read(tmp_path: Path) -> No
             return super().__getitem__(index)
 
     assert of_examples(Noting(many)) is not None and len(looked) == MOST_SAMPLED
+
+
+# ---- the best checkpoint of a run that goes on in another folder ---------------------------------------------------
+
+
+def first_part(folder: Path, **more: Any) -> dict[str, Any]:
+    """Train a few steps, of which step 2 is the best one; return the options of a run that goes on elsewhere, and in
+    which nothing gets better."""
+    options = settings(folder, max_steps=8, eval_steps=2, save_steps=2, load_best_model_at_end=True, **more)
+    scores = iter([0.1, 0.9, 0.5, 0.4, 0.3])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(trainer, "evaluate_model", lambda *_, **__: {"ndcg@10": next(scores)})
+        vembed.train(options, on_step=lambda told: "stop" if told.step == 4 else None)
+    return {**options, "output_dir": str(folder / "other"), "resume": str(folder / "run" / "checkpoint-4")}
+
+
+def go_on(options: dict[str, Any], *scores: float) -> Any:
+    given = iter(scores)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(trainer, "evaluate_model", lambda *_, **__: {"ndcg@10": next(given)})
+        return vembed.train(options)
+
+
+def same_weights(model: Path, checkpoint: Path, folder: Path) -> bool:
+    one, other = (load_file(place / "model.safetensors") for place in (model, whole_model(str(checkpoint), folder)))
+    return all(bool((one[name] == other[name]).all()) for name in one)
+
+
+def test_the_best_checkpoint_of_another_folder_becomes_the_model(tmp_path: Path) -> None:
+    options = first_part(tmp_path)
+    result = go_on(options, 0.2, 0.1)
+    assert result.metrics["ndcg@10"] == 0.9
+    assert same_weights(result.model_dir, tmp_path / "run" / "checkpoint-2", tmp_path / "whole")
+    # It is in this folder too, which the other one may be removed from under.
+    held = {path.name for path in (tmp_path / "other").glob("checkpoint-*")}
+    assert {"checkpoint-2", "checkpoint-6"} <= held
+    assert not integrity.verify(tmp_path / "other" / "checkpoint-2")
+
+
+def test_a_best_checkpoint_that_is_gone_is_no_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = first_part(tmp_path)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    result = go_on(options, 0.2, 0.1)
+    assert "checkpoint-2 is not there any more: final/ gets a later one" in capsys.readouterr().out
+    # Of those that are there, the one that was resumed from is the best.
+    assert result.metrics["ndcg@10"] == 0.5
+    assert same_weights(result.model_dir, tmp_path / "run" / "checkpoint-4", tmp_path / "whole")

@@ -161,7 +161,11 @@ def student_texts(model: str, data: EvalData | None) -> Texts:
             )
             return _texts_of(open_sets(config, compares=False).examples)
     if isinstance(data, RetrievalData):
-        return [(one.text, "document") for one in data.documents[NUM_TEXTS // 2 :] if one.text and not one.images]
+        # As many spread over the whole corpus, which may have millions; the first are those of the check.
+        first = NUM_TEXTS // 2
+        step = max(-(-(len(data.documents) - first) // MOST_STUDENT_EXAMPLES), 1)
+        some = (data.documents[number] for number in range(first, len(data.documents), step))
+        return [(one.text, "document") for one in some if one.text and not one.images]
     return []
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -85,6 +85,20 @@ class WeightAverage(Hook):
         with torch.no_grad():
             for name, parameter in self._trained.items():
                 _local(parameter).copy_(values[name])
+
+
+def averages_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return room for the averages of a model's trained weights, by the names that they have in a checkpoint."""
+    trained = {plain_name(name): one for name, one in model.named_parameters() if one.requires_grad}
+    return {f"{WeightAverage.name}.{name}": torch.zeros_like(one, dtype=torch.float32) for name, one in trained.items()}
+
+
+def put_averages(model: nn.Module, averages: Mapping[str, Tensor]) -> None:
+    """Put the averages of a checkpoint into a model, as evaluations of the run and `final/` had them."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(averages[f"{WeightAverage.name}.{plain_name(name)}"])
 
 
 def _local(tensor: Tensor) -> Tensor:

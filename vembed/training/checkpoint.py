@@ -44,6 +44,7 @@ from vembed.distributed.session import Session
 from vembed.errors import RunError, UserError
 from vembed.saving.durability import way_out
 from vembed.training import checkpoint_schema, integrity
+from vembed.training.earlier_checkpoints import EarlierCheckpoints
 from vembed.training.finished import NothingLeft, finished_run, forget_finished
 from vembed.training.integrity import ABANDONED, DAMAGED, PARTIAL, STATE, checkpoint_name, list_checkpoints
 from vembed.training.patience import Patience
@@ -72,6 +73,7 @@ class Checkpointer:
         self.config = config
         self.session = session
         self.output = Path(config.output_dir)
+        self.earlier = EarlierCheckpoints(self.output)
         self.identity: dict[str, Any] = {}
         self.save_seconds = 0.0
         """Duration of the longest save, for callers that must reserve time for one."""
@@ -237,7 +239,7 @@ class Checkpointer:
         if "val_data_path" in changed:
             # Scores on other data do not belong in this run's report and do not count as an evaluation of this step.
             state |= {"before": {}, "scores": {}, "scored_step": None, "held_scores": {}}
-        return state
+        return state | self.earlier.look_for(directory, state) if self._chooses else state
 
     def load_weights(
         self, directory: Path, model: nn.Module, loss: nn.Module, tensors: Mapping[str, Any] | None = None
@@ -267,6 +269,11 @@ class Checkpointer:
         world = self.session.world_size
         found = checkpoint_schema.verify(directory, part=self.session.rank, num_parts=world)
         return list(dict.fromkeys(problem for part in collectives.gather_objects_as_json(found) for problem in part))
+
+    @property
+    def _chooses(self) -> bool:
+        """True if `final/` may get another checkpoint than the last one."""
+        return bool(self.config.load_best_model_at_end or self.config.guards)
 
     # ---- during training ---------------------------------------------------------------------------------------
 
@@ -452,6 +459,8 @@ class Checkpointer:
         log.info("saved %s (%.2f GB, %.1f s)", final.name, size / 1e9, time.monotonic() - began)
         try:
             keep = {step for step in kept_steps if step is not None}
+            if self._chooses:
+                self.earlier.take_along(keep)
             for path in integrity.prune(self.output, self.config.save_total_limit, keep):
                 log.info("removed %s (save_total_limit: %d)", path.name, self.config.save_total_limit)
         except OSError as error:

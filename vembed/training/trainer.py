@@ -291,7 +291,7 @@ class Trainer:
         what, chosen, scores = "the best checkpoint", state.best_step, state.best_scores
         if state.fell is not None:
             what, chosen, scores = "the last checkpoint that held", state.held_step, state.held_scores
-        folder = self.checkpointer.path_of(chosen or 0)
+        folder = self.checkpointer.earlier.place(chosen or 0)
         wants_earlier = (self.rhythm.keeps_best or state.fell) and chosen not in (None, state.step)
         if wants_earlier and self.checkpointer.load_weights(folder, parts.model, parts.loss, self.hooks.tensors()):
             log.info("final/ gets %s, %s", what, folder.name)
@@ -365,6 +365,11 @@ class Trainer:
         state = LoopState.restored(
             self.checkpointer.load(resume_from, parts.model, parts.loss, parts.optimizer, tensors)
         )
+        data, is_scored = self.data.evaluation, state.step > 0 and state.scored_step == state.step
+        if data is not None and is_scored and state.best is None:
+            # It was reset, or this step was no candidate when it was scored; now there is a checkpoint of it.
+            metric = deciding_metric(self.config, data, state.scores)
+            state.best, state.best_step, state.best_scores = state.scores[metric], state.step, state.scores
         if not self.config.guards:  # the guard that ended the run is no longer asked for
             state.fell = None
         self.hooks.load_states(state.hooks)

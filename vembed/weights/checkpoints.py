@@ -25,6 +25,7 @@ from vembed.models.precision import saved_dtype
 from vembed.models.rounded import store_rounded
 from vembed.saving.files import save_model
 from vembed.training import checkpoint_schema, integrity
+from vembed.training.averaging import averages_of, put_averages
 from vembed.training.checkpoint import read_state
 from vembed.training.state import quieten_torch, restore
 from vembed.training.storage import CheckpointReader
@@ -88,7 +89,10 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         # no_dist: rank 0 alone reads, inside a process group of several ranks too; others would wait in a collective.
         load(tensors, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
 
-    restore(embedder, loss, None, shapes, fill)
+    averages = averages_of(embedder) if config.ema else {}
+    restore(embedder, loss, None, shapes, fill, extra=averages)
+    if averages:
+        put_averages(embedder, averages)
     weights = full_state_dict(embedder)
     learned = loss.scale_and_bias()
     if learned is not None:
