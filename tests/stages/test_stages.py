@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -150,6 +151,51 @@ def test_stages_run_once_in_order_and_again_where_something_changed(place, capsy
     assert train("--until", "broad") == 0
     assert Path("output/broad.old-1").is_dir()
     assert "done already" not in capsys.readouterr().err
+
+
+def test_a_stage_runs_again_where_what_ends_it_or_its_teacher_has_changed(place, capsys):
+    teacher = place / "teacher"
+    shutil.copytree(shared(tiny_bert_st), teacher)
+    common = {"val_data_path": "val.jsonl", "eval_steps": 1}
+    guards = [{"path": "val.jsonl", "max_drop": 1.0}]
+    stages = [
+        {"name": "patient", "patience": 9, "load_best_model_at_end": False},
+        {"name": "guarded", "from": "patient", "guards": guards},
+        {"name": "taught", "from": "patient", "loss": "relational", "teacher": str(teacher)},
+    ]
+    written(stages, **common)
+    assert train() == 0 and train() == 0
+    capsys.readouterr()
+
+    def run_again():
+        assert train() == 0
+        said = capsys.readouterr().err
+        return [name for name in ("patient", "guarded", "taught") if f"stage {name}: what it depends on" in said]
+
+    assert run_again() == []
+    guards[0]["max_drop"] = 0.9
+    written(stages, **common)
+    assert run_again() == ["guarded"]
+    path = teacher / "config_sentence_transformers.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "prompts": {"query": "find: "}}))
+    assert run_again() == ["taught"]
+    stages[0]["patience"] = 8
+    written(stages, **common)
+    assert run_again() == ["patient", "guarded", "taught"]
+
+
+def test_other_names_of_options_say_where_stages_are_and_what_they_start_from(place, capsys):
+    other = place / "other"
+    shutil.copytree(shared(tiny_bert_st), other)
+    written([{"name": "a"}, {"name": "b"}, {"evaluate": {"data": "val.jsonl"}}, {"name": "c", "model": str(other)}])
+    Path("cfg.yaml").write_text(Path("cfg.yaml").read_text() + "output: there\n")
+    assert train() == 0
+    starts = {name: yaml.safe_load(Path("there", name, "config.yaml").read_text())["model_name"] for name in "abc"}
+    assert starts == {"a": str(shared(tiny_bert_st)), "b": "there/a/final", "c": str(other)}
+    assert Path("there/evaluate-3/scores.json").is_file() and not Path("output").exists()
+    assert train("output=moved", f"model={other}", "--until", "b") == 0
+    starts = {name: yaml.safe_load(Path("moved", name, "config.yaml").read_text())["model_name"] for name in "ab"}
+    assert starts == {"a": str(other), "b": "moved/a/final"}
 
 
 def road_on_a_rank(folder):

@@ -247,6 +247,17 @@ def target_of(key: str, block: str | None = None) -> Target | None:
     return TRANSLATED.get(name)
 
 
+def option_of(key: str) -> str | None:
+    """Return the option that a key of a config or a word of the command line names, also inside a block (`model.name`).
+    None for an unknown key, and for one that stands for several options."""
+    *outer, name = key.split(".")
+    block = outer[0].strip().replace("-", "_") if outer else None
+    if len(outer) > 1 or (block is not None and block not in BLOCKS):
+        return None
+    target = target_of(name, block)
+    return str(target) if isinstance(target, str) else None
+
+
 def known_names(block: str | None = None) -> list[str]:
     """Return every key that is valid in a block or at the top, for suggestions after a typing error."""
     flat = [*all_options(), *_FLAT, *TRANSLATED, *BLOCKS]

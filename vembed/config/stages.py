@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from vembed.config.aliases import BLOCKS, option_of
 from vembed.config.parsing import Node, read_tree, tree_of_mapping
 from vembed.errors import UserError
 
@@ -36,6 +37,12 @@ class Step:
         """True if the step leaves a model in `final/` of its folder."""
         return self.kind in ("train", "merge")
 
+    def given(self, option: str) -> Node | None:
+        """Return what the step says itself for an option, a training under any of its names; None where it says
+        nothing."""
+        # Names of options of the steps between mean other things: `output_path` of a mining is a file.
+        return given_in(self.block, option) if self.kind == "train" else self.block.get(option)
+
     def options(self) -> dict[str, Any]:
         """Return the options without their lines."""
         return {key: node.plain() for key, node in self.block.items()}
@@ -53,8 +60,9 @@ class Road:
     def folder(self, name: str) -> Path:
         """Return the folder of a step."""
         for step in self.steps:
-            if step.name == name and "output_dir" in step.block:
-                return Path(str(step.block["output_dir"].plain()))
+            own = step.given("output_dir") if step.name == name else None
+            if own is not None:
+                return Path(str(own.plain()))
         return Path(self.root, name)
 
     def before(self, name: str) -> list[Step]:
@@ -79,6 +87,19 @@ class Road:
         return None
 
 
+def given_in(keys: Mapping[str, Node], option: str) -> Node | None:
+    """Return the value of an option among keys, under any of its names; None where it is not there."""
+    for key, node in keys.items():
+        if option_of(key) == option:
+            return node
+        block = key.strip().replace("-", "_")
+        if block in BLOCKS and isinstance(node.value, dict):
+            found = next((inner for name, inner in node.value.items() if option_of(f"{block}.{name}") == option), None)
+            if found is not None:
+                return found
+    return None
+
+
 def read_road(source: str | Path | Mapping[str, Any], root: str | None = None) -> Road | None:
     """Return the steps of a config file or dict; None where it has no stages. `root`: instead of its output_dir."""
     if isinstance(source, Mapping):
@@ -95,7 +116,8 @@ def road_of(keys: Mapping[str, Node], name: str, root: str | None = None) -> Roa
     if STAGES in keys and TRAINING_STAGES in keys:
         raise UserError(f"{name}: {STAGES} and {TRAINING_STAGES} are two lists of stages; keep one")
     if root is None:
-        root = str(keys["output_dir"].plain()) if "output_dir" in keys else DEFAULT_ROOT
+        given = given_in(keys, "output_dir")
+        root = DEFAULT_ROOT if given is None else str(given.plain())
     steps: list[Step] = []
     for number, (given, block) in enumerate(_blocks(keys, name), start=1):
         step = _step(given, block, number, name, [one.name for one in steps])
@@ -117,11 +139,12 @@ def training_blocks(keys: Mapping[str, Node], name: str) -> Node | None:
         block = dict(step.block)
         before, mined = road.model_before(step.name), road.mined_before(step.name)
         # A training stage right before is found by those who read the blocks, and named as the place of the model.
-        if before is not None and (step.start is not None or before.kind != "train"):
-            # setdefault: what the block says itself holds.
-            block.setdefault("model_name", Node(str(road.folder(before.name) / "final"), keys[STAGES].line))
-        if mined is not None:
-            block.setdefault("data_path", Node(str(road.folder(mined.name) / MINED), keys[STAGES].line))
+        implied = before is not None and (step.start is not None or before.kind != "train")
+        # What the block says itself holds.
+        if before is not None and implied and step.given("model_name") is None:
+            block["model_name"] = Node(str(road.folder(before.name) / "final"), keys[STAGES].line)
+        if mined is not None and step.given("data_path") is None:
+            block["data_path"] = Node(str(road.folder(mined.name) / MINED), keys[STAGES].line)
         blocks[step.name] = Node(block, keys[STAGES].line)
     return Node(blocks, keys[STAGES].line)
 

@@ -81,7 +81,7 @@ def estimates(
             found.append(_between(step, newest))
             continue
         one = replace(arguments, stage=step.name, first_stage=None, last_stage=None)
-        if before is not None and "model_name" not in step.block:
+        if before is not None and step.given("model_name") is None:
             one = replace(one, overrides=(*one.overrides, f"model_name={models[before.name]}"))
         # For a stage that starts from an earlier one this is the name given above: of the first model, whose shapes
         # it has.
@@ -115,7 +115,7 @@ def table(found: Sequence[Estimate]) -> str:
 def _data_before_mining(road: Road, step: Step) -> str | None:
     """Return the file that is mined for a training, while its own data, which come from that step, are not there."""
     mined = road.mined_before(step.name)
-    if mined is None or "data_path" in step.block or (road.folder(mined.name) / MINED).is_file():
+    if mined is None or step.given("data_path") is not None or (road.folder(mined.name) / MINED).is_file():
         return None
     data = mined.options().get("data_path")
     return data if isinstance(data, str) else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from vembed.config.entries import DataSource
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import data_sources
+from vembed.config.terms import data_sources, listed_guards, needed_teachers
 from vembed.data.file_content import add_content
 from vembed.training.resume import MAY_CHANGE
 
@@ -36,7 +36,23 @@ def of_training(config: TrainConfig, before: str | None, world_size: int) -> str
     ]
     if config.load_best_model_at_end and config.val_data_path:
         values["validation data"] = [_of_place(config.val_data_path), config.eval_metric, config.eval_steps]
-    return _short(values)
+    return _short(values | _more(config))
+
+
+def _more(config: TrainConfig) -> dict[str, Any]:
+    """Return what only some runs have: what may end them early, and further files that they read."""
+    found: dict[str, Any] = {}
+    if config.patience not in (None, "auto"):
+        validated = _of_place(config.val_data_path) if config.val_data_path else config.val_split
+        found["patience"] = [config.patience, config.eval_metric, config.eval_steps, validated]
+    if config.guards:
+        found["guards"] = [[_of_place(one.path), one.model_dump(mode="json")] for one in listed_guards(config)]
+    if config.model_class is not None:
+        found["model_class"] = _of_place(config.model_class.rpartition(":")[0])
+    others = {"image_model_name": config.image_model_name, "tokenizer_name": config.tokenizer_name}
+    others |= {f"teacher {one.label}": one.model for one in needed_teachers(config)}
+    # The names of those that are no folder here are among the options.
+    return found | {key: digest for key, name in others.items() if name and (digest := _of_place(name)) != name}
 
 
 def of_options(options: Mapping[str, Any], before: list[str]) -> str:

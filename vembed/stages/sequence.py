@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vembed.config.aliases import option_of
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
 from vembed.config.stages import MINED, Road, Step, read_road
@@ -46,8 +47,9 @@ def road_of_arguments(arguments: TrainArguments) -> Road | None:
     """Return the steps that these arguments ask for; None where it is one training: no stages, or one by name."""
     if arguments.config is None and arguments.mapping is None:
         return None
-    root = next((value for key, value in _pairs(arguments.overrides) if key == "output_dir"), None)
-    named = arguments.stage or next((value for key, value in _pairs(arguments.overrides) if key == "stage"), None)
+    pairs = _pairs(arguments.overrides)
+    root = next((value for option, value, _ in pairs if option == "output_dir"), None)
+    named = arguments.stage or next((value for option, value, _ in pairs if option == "stage"), None)
     road = read_road(arguments.source, root)
     if road is None or (named is not None and _is_training(road, named)):
         return None
@@ -129,7 +131,7 @@ class _Stage:
             return of_options(self.step.options(), [known[one.name] for one in self.road.before(self.step.name)])
         run = resolve_run(self.arguments.source, self.arguments.overrides, stage=self.step.name, env=self.env)
         mined = self.road.mined_before(self.step.name)
-        start = None if before is None or "model_name" in self.step.block else known[before.name]
+        start = None if before is None or self.step.given("model_name") is not None else known[before.name]
         found = of_training(run.config, start, self._world_size(run.processes.value, run.machines.value))
         # Mined data are made anew with the step that mines them; their file need not be there yet.
         return found if mined is None else of_options({"training": found}, [known[mined.name]])
@@ -234,15 +236,15 @@ class _Stage:
         before = self.road.model_before(self.step.name)
         # A model that the command line names is the one that the first stage starts from.
         left = ("output_dir", "stage") if before is None else ("output_dir", "stage", "model_name")
-        kept = [f"{key}={value}" for key, value in pairs if key not in left]
-        if any(key == "output_dir" for key, _ in pairs) and self.step.kind == "train":
-            if before is not None and "model_name" not in self.step.block:
+        kept = [text for option, _, text in pairs if option not in left]
+        if any(option == "output_dir" for option, _, _ in pairs) and self.step.kind == "train":
+            if before is not None and self.step.given("model_name") is None:
                 kept.append(f"model_name={self.road.folder(before.name) / 'final'}")
             mined = self.road.mined_before(self.step.name)
-            if mined is not None and "data_path" not in self.step.block:
+            if mined is not None and self.step.given("data_path") is None:
                 kept.append(f"data_path={self.road.folder(mined.name) / MINED}")
             kept.append(f"output_dir={self.folder}")
-        if not any(key == "resume" for key, _ in pairs):
+        if not any(option == "resume" for option, _, _ in pairs):
             kept.append("resume=auto")  # a stage that was stopped goes on; its folder is of this very fingerprint
         return tuple(kept)
 
@@ -308,8 +310,10 @@ def _aside(folder: Path) -> Path:
     return aside
 
 
-def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
-    return [(key, value) for key, _, value in (text.partition("=") for text in overrides)]
+def _pairs(overrides: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return the option of each word, whichever of its names is written, its value, and the word."""
+    words = [(*text.partition("="), text) for text in overrides]
+    return [(option_of(key) or key, value, text) for key, _, value, text in words]
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
