@@ -52,6 +52,12 @@ def test_mean_and_slerp_of_three_models_against_numpy(models, tmp_path, monkeypa
             np.testing.assert_allclose(value.ravel(), expected, rtol=0, atol=1e-6)
 
 
+def test_slerp_whose_first_models_have_no_weight_is_the_last_one(models, tmp_path):
+    found = weights_of(vembed.merge(models, tmp_path / "slerp", "slerp", weights=[0, 0, 1]).model_dir)
+    for name, value in weights_of(models[2]).items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6)
+
+
 def test_the_merged_folder_is_a_model(models, tmp_path):
     vembed.merge(models, tmp_path / "out", dtype="bfloat16")
     vectors = vembed.Embedder(tmp_path / "out", device="cpu", torch_dtype="float32").encode(["red cat", "bird"])
@@ -233,6 +239,10 @@ def test_what_does_not_fit_is_one_sentence(models, tmp_path):
         ({"method": "ties"}, "give it as base"),
         ({"last": 3}, "no run's output folder"),
         ({"method": "average"}, "is not one of mean"),
+        ({"method": "dare", "density": 0.0, "base": "x"}, "density: 0 is the share of each difference that dare keeps"),
+        ({"method": "ties", "density": 5.0, "base": "x"}, "density: 5 is the share"),
+        ({"method": "weighted", "weights": [float("nan"), 1, 1]}, "weights: nan is not a number to compute with"),
+        ({"interpolate": float("inf"), "base": "x"}, "interpolate: inf is not a number"),
     ],
 )
 def test_mistakes(models, tmp_path, options, message):

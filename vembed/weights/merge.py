@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,7 @@ def merge(
     target = Path(output)
     names = _expanded(given, last)
     _check(names, target, method, weights, sweep_points, None if data is None else str(data), interpolate)
+    _check_numbers(method, density, scale=scale, interpolate=interpolate, weights=weights, points=sweep_points)
     recipe = Recipe(
         method="mean" if method == "soup" else method,
         weights=tuple(weights) if weights is not None else (1.0,) * len(names),
@@ -193,6 +195,25 @@ def _check(
     alone = len(names) == 1 and interpolate == 1.0 and points is None and method not in OF_DIFFERENCES
     if alone:
         raise UserError(f"{names[0]} alone is nothing to merge: give more models, or a base and interpolate")
+
+
+def _check_numbers(
+    method: str,
+    density: float,
+    *,
+    scale: float,
+    interpolate: float,
+    weights: Sequence[float] | None,
+    points: Sequence[float] | None,
+) -> None:
+    """Raise where the arithmetic would divide by zero, or give weights that are no numbers."""
+    if method in ("ties", "dare") and not 0 < density <= 1:
+        raise UserError(f"density: {density:g} is the share of each difference that {method} keeps: give 0.2, or 1")
+    given = {"scale": [scale], "interpolate": [interpolate], "weights": weights or (), "sweep": points or ()}
+    for name, values in given.items():
+        broken = [one for one in values if not math.isfinite(one)]
+        if broken:
+            raise UserError(f"{name}: {broken[0]} is not a number to compute with")
 
 
 @contextmanager

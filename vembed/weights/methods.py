@@ -103,7 +103,8 @@ def slerp_coefficients(gram: Tensor, weights: Sequence[float]) -> list[float]:
     total = weights[0]
     for place in range(1, len(weights)):
         total += weights[place]
-        share = weights[place] / total
+        # The first models may all have no weight: then the next one stands alone.
+        share = weights[place] / total if total else 1.0
         norm = math.sqrt(max(float(coefficients @ gram @ coefficients), 0.0))
         other = math.sqrt(max(float(gram[place, place]), 0.0))
         first, second = 1 - share, share
