@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -26,6 +27,7 @@ from vembed.evaluation.dataset import ScoredPairs
 from vembed.training import integrity, trainer
 from vembed.training.identity import require_same_data
 from vembed.training.image_files import MOST_SAMPLED, of_evaluation, of_examples
+from vembed.training.update import Outcome, Update
 from vembed.weights.checkpoints import whole_model
 
 AUTO: Decision[Any] = Decision("auto", "auto")
@@ -177,3 +179,21 @@ def test_a_best_checkpoint_that_is_gone_is_no_candidate(tmp_path: Path, capsys: 
     # Of those that are there, the one that was resumed from is the best.
     assert result.metrics["ndcg@10"] == 0.5
     assert same_weights(result.model_dir, tmp_path / "run" / "checkpoint-4", tmp_path / "whole")
+
+
+def test_a_skipped_step_without_a_checkpoint_is_not_the_best_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = settings(tmp_path, max_steps=6, eval_steps=2, save_steps=2, load_best_model_at_end=True)
+    scores, apply, norms = iter([0.1, 0.5, 0.9, 0.4]), Update.apply, iter([1.0, 1.0, 1.0, math.nan, 1.0, 1.0])
+
+    def broken(self: Update, share: torch.Tensor) -> Outcome:
+        return apply(self, share * next(norms))
+
+    monkeypatch.setattr(trainer, "evaluate_model", lambda *_, **__: {"ndcg@10": next(scores)})
+    monkeypatch.setattr(Update, "apply", broken)
+    result = vembed.train({**options, "on_nonfinite": "skip"})
+    assert not (tmp_path / "run" / "checkpoint-4").exists()
+    assert result.metrics["ndcg@10"] == 0.5
+    assert same_weights(result.model_dir, tmp_path / "run" / "checkpoint-2", tmp_path / "whole")
+    assert "cannot load the weights" not in capsys.readouterr().out

@@ -62,7 +62,8 @@ class Guards(Hook):
             state.fell = f"guard after step {evaluation.step:,d}: {'; '.join(fallen)}"
             return state.fell
         state.fell = None  # of a run that was resumed after a guard had ended it
-        has_checkpoint = rhythm.save_steps is not None and evaluation.step % rhythm.save_steps == 0
+        is_due = rhythm.save_steps is not None and evaluation.step % rhythm.save_steps == 0
+        has_checkpoint = is_due and not state.skipped_in_a_row  # skipped steps get none
         takes_best = rhythm.keeps_best and state.best_step is not None
         if evaluation.step > 0 and has_checkpoint:
             state.held_step, state.held_scores = evaluation.step, evaluation.scores

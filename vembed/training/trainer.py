@@ -202,9 +202,8 @@ class Trainer:
                 self.evaluate()
             if stops:
                 raise self.stopped()
-            # After the evaluation, so that the checkpoint holds its scores. Not in a row of skipped steps: weights that
-            # may be broken would take the place of good ones.
-            if _is_due(state.step, self.rhythm.save_steps) and not state.skipped_in_a_row:
+            # After the evaluation, so that the checkpoint holds its scores.
+            if self._is_saved():
                 self.save()
         self.evaluate()
 
@@ -253,7 +252,7 @@ class Trainer:
         took = duration(self.clock.seconds() - began)
         log_scores(when, scores, state.before, metric, f"; took {took}")
         # The best step must be recoverable: it has a checkpoint, or it is the last one.
-        is_kept = self.rhythm.save_steps is None or _is_due(state.step, self.rhythm.save_steps) or self._is_last()
+        is_kept = self.rhythm.save_steps is None or self._is_saved() or self._is_last()
         is_best = state.step > 0 and is_kept and (state.best is None or scores[metric] > state.best)
         if is_best:
             state.best, state.best_step, state.best_scores = scores[metric], state.step, scores
@@ -353,6 +352,11 @@ class Trainer:
         epoch = first // steps_per_epoch
         is_new = first == 0 or (first - per_step) // steps_per_epoch < epoch
         return epoch if is_new else None
+
+    def _is_saved(self) -> bool:
+        """Return whether this step gets a checkpoint. None in a row of skipped steps does: weights that may be broken
+        would take the place of good ones."""
+        return _is_due(self.state.step, self.rhythm.save_steps) and not self.state.skipped_in_a_row
 
     def _is_last(self) -> bool:
         return self.state.step == self.data.total_steps or self.interrupts.ends_early
