@@ -274,6 +274,16 @@ def test_a_later_stage_starts_from_a_saved_folder(trained: list[dict[str, float]
     assert result.steps == 2
 
 
+def test_an_import_that_no_saved_model_could_make_is_refused(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "layers.py").write_text("from torch import nn\n")
+    code = "from torch import nn\n\nfrom . import layers\n\n\nclass Bag(nn.Module):\n"
+    code += "    def forward(self, input_ids):\n        return input_ids\n"
+    (tmp_path / "bag_of_layers.py").write_text(code)
+    given = options(place, "refused") | {"model_class": f"{tmp_path / 'bag_of_layers.py'}:Bag"}
+    with pytest.raises(vembed.UserError, match=r"imports a file as `from \. import name`"):
+        vembed.train(given)
+
+
 def test_a_class_without_a_file_is_refused(place: Path) -> None:
     class Local(Bag):
         """A class inside of a function."""

@@ -94,9 +94,9 @@ def given_in(keys: Mapping[str, Node], option: str) -> Node | None:
             return node
         block = key.strip().replace("-", "_")
         if block in BLOCKS and isinstance(node.value, dict):
-            found = next((inner for name, inner in node.value.items() if option_of(f"{block}.{name}") == option), None)
-            if found is not None:
-                return found
+            for name, inner in node.value.items():
+                if isinstance(inner, Node) and option_of(f"{block}.{name}") == option:
+                    return inner
     return None
 
 
@@ -116,8 +116,8 @@ def road_of(keys: Mapping[str, Node], name: str, root: str | None = None) -> Roa
     if STAGES in keys and TRAINING_STAGES in keys:
         raise UserError(f"{name}: {STAGES} and {TRAINING_STAGES} are two lists of stages; keep one")
     if root is None:
-        given = given_in(keys, "output_dir")
-        root = DEFAULT_ROOT if given is None else str(given.plain())
+        named = given_in(keys, "output_dir")
+        root = DEFAULT_ROOT if named is None else str(named.plain())
     steps: list[Step] = []
     for number, (given, block) in enumerate(_blocks(keys, name), start=1):
         step = _step(given, block, number, name, [one.name for one in steps])

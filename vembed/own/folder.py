@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ TOKENIZER = (
     "processor_config.json",
 )  # fmt: skip
 """Files of tokenizers and image processors."""
+_OF_THE_PACKAGE = re.compile(r"^\s*from\s+\.\s+import\b", re.MULTILINE)
 
 
 def is_own(folder: Path) -> bool:
@@ -128,6 +130,11 @@ def code_files(code: OwnCode) -> list[Path]:
         path = waiting.pop()
         if path.is_file() and path not in found:
             found[path] = None
+            if _OF_THE_PACKAGE.search(path.read_text(encoding="utf-8")):
+                raise UserError(
+                    f"model_class: {path} imports a file as `from . import name`, which Transformers does not find when "
+                    "it loads the saved model: write `from .name import ...`"
+                )
             waiting += [path.parent / f"{name}.py" for name in get_relative_imports(path)]
     return list(found)
 
