@@ -132,8 +132,8 @@ def code_files(code: OwnCode) -> list[Path]:
             found[path] = None
             if _OF_THE_PACKAGE.search(path.read_text(encoding="utf-8")):
                 raise UserError(
-                    f"model_class: {path} imports a file as `from . import name`, which Transformers does not find when "
-                    "it loads the saved model: write `from .name import ...`"
+                    f"model_class: {path} imports a file as `from . import name`, which Transformers does not find "
+                    "when it loads the saved model: write `from .name import ...`"
                 )
             waiting += [path.parent / f"{name}.py" for name in get_relative_imports(path)]
     return list(found)
