@@ -10,6 +10,7 @@ import typer
 
 from vembed import cli_export, cli_search, cli_start, cli_weights
 from vembed.cli_support import (
+    USAGE_ERROR,
     AnyModel,
     BatchTokens,
     ColumnMapping,
@@ -26,6 +27,7 @@ from vembed.cli_support import (
     json_result,
     json_words,
     model_options,
+    only_checked,
     open_closed_streams,
     taken_flags,
 )
@@ -34,6 +36,7 @@ from vembed.cli_support import numbers as _numbers
 from vembed.cli_support import option as _option
 from vembed.cli_support import share as _share
 from vembed.cli_support import word as _word
+from vembed.errors import UserError
 
 if TYPE_CHECKING:
     from vembed.config.arguments import TrainArguments
@@ -74,6 +77,24 @@ def run_process(verb: str, words: Sequence[str]) -> int:
     finally:
         sys.argv = outer
     return 0
+
+
+def checked_words(verb: str, words: Sequence[str]) -> str | None:
+    """Return what is wrong with the words of a verb, as far as that is known before it begins; None if nothing is."""
+    if verb == "mine":
+        from vembed.tools.mine_command import check_mine
+
+        try:
+            check_mine(words)
+        except UserError as error:
+            return str(error)
+        return None
+    with only_checked() as said:
+        try:
+            code = app([verb, *words], standalone_mode=False)
+        except USAGE_ERROR as error:
+            return str(error.format_message())
+    return said.getvalue().removeprefix("error: ").rstrip() if code else None
 
 
 @app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=TRAIN)
@@ -425,7 +446,7 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
     with json_result(json_file) as give:
         if road is None:
             return run_train(arguments, starts_processes=starts_processes, give=give if json_file else None)
-        code = run_stages(road, arguments, run_process, starts_processes=starts_processes)
+        code = run_stages(road, arguments, run_process, checked_words, starts_processes=starts_processes)
         if code == 0 and json_file and not arguments.is_dry_run:
             give(results_of(road))
         return code

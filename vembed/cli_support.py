@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextvars import ContextVar
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -29,6 +31,10 @@ ColumnMapping = Annotated[str, typer.Option(help="As the option of that name: {q
 ImageRoot = Annotated[str | None, typer.Option(help="Where relative image paths start, and must stay.")]
 BatchTokens = Annotated[int | None, typer.Option(min=1, help="Padded tokens per micro-batch.")]
 Kind = Annotated[str, typer.Option(help="query or document: which of the model's prompts to use.")]
+
+USAGE_ERROR: Any = typer.BadParameter.__base__
+"""Unknown flags, missing arguments, wrong types: of the click that this Typer uses, its own or the installed one."""
+_only_checks: ContextVar[bool] = ContextVar("only_checks", default=False)
 
 STANDARD_OUTPUT = "-"
 JsonOutput = Annotated[
@@ -153,8 +159,23 @@ def _say(text: str) -> None:
         sys.stderr.flush()
 
 
+@contextmanager
+def only_checked() -> Iterator[io.StringIO]:
+    """Let verbs that `share` their work end where they would begin it. Gives what they say about mistakes."""
+    said = io.StringIO()
+    token = _only_checks.set(True)
+    try:
+        with redirect_stderr(said):
+            yield said
+    finally:
+        _only_checks.reset(token)
+
+
 def share(ctx: typer.Context, nproc: int) -> int | None:
-    """Start the same command on several processes and return its exit code; None inside such a process."""
+    """Start the same command on several processes and return its exit code; None inside such a process. Verbs check
+    their words before they call it."""
+    if _only_checks.get():
+        return 0
     if nproc == 1 or os.environ.get("LOCAL_RANK"):
         return None
     from vembed.distributed.launch import rank_environments, run_ranks

@@ -95,6 +95,17 @@ def merge(
             "sweep_points": floats("--sweep", sweep) or None,
             "dtype": word("--dtype", dtype, ("auto", "float32", "bfloat16", "float16")),
         }
+        from vembed.weights.merge_rules import check_merge, check_numbers
+
+        check_numbers(
+            method, density, scale=scale, interpolate=interpolate, weights=options["weights"],
+            points=options["sweep_points"],
+        )  # fmt: skip
+        if last is None:  # otherwise the models are checkpoints, which are counted when they are there
+            check_merge(
+                models, method, options["weights"], options["sweep_points"], has_data=data is not None,
+                interpolate=interpolate,
+            )  # fmt: skip
         if (code := share(ctx, nproc)) is not None:
             return code
         from vembed.tools.merge_command import run_merge

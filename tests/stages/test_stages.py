@@ -110,6 +110,72 @@ def test_conditions():
             check_requirements(scores, required)
 
 
+MISTAKES = {
+    "an unknown option of a training": ({"mines": {}}, "unknown option 'mines', did you mean 'mine'?"),
+    "data of a training": ({"data_path": "trian.jsonl"}, "data_path: trian.jsonl does not exist"),
+    "data of an evaluation": ({"evaluate": {"data": "vall.jsonl"}}, "stage last: data: vall.jsonl does not exist"),
+    "no data": ({"evaluate": {"ks": "1"}}, "stage last: evaluate needs data"),
+    "an unknown flag": ({"evaluate": {"data": "val.jsonl", "cuts": 3}}, "stage last: No such option: --cuts"),
+    "a wrong type": ({"evaluate": {"data": "val.jsonl", "nproc": "two"}}, "Invalid value for '--nproc'"),
+    "a wrong word": ({"evaluate": {"data": "val.jsonl", "task": "sts"}}, "stage last: --task sts: give one of"),
+    "a later model": ({"evaluate": {"data": "val.jsonl", "model": "last"}}, "stage last: model: last is neither"),
+    "a mistyped model": ({"evaluate": {"data": "val.jsonl", "model": "brod"}}, "did you mean 'broad'?"),
+    "a metric": ({"evaluate": {"data": "val.jsonl", "require": {"ndgc@10": 0}}}, "stage last: require: ndgc@10 is not"),
+    "a cut-off": ({"evaluate": {"data": "val.jsonl", "require": {"ndcg@7": 0}}}, "ndcg@7 is not among"),
+    "a condition": ({"evaluate": {"data": "val.jsonl", "require": {"ndcg@10": "good"}}}, "'good' is no condition"),
+    "no condition": ({"evaluate": {"data": "val.jsonl", "require": 0.5}}, "0.5 is no condition by name"),
+    "mined data": ({"mine": {"data_path": "trian.jsonl"}}, "stage last: data_path: trian.jsonl does not exist"),
+    "an option of mine": ({"mine": {"data_path": "train.jsonl", "num_negative": 3}}, "did you mean 'num_negatives'?"),
+    "a method": ({"merge": {"method": "slurp"}}, "stage last: --method slurp: give one of"),
+    "one model": ({"merge": {}}, "stage last: output/broad/final alone is nothing to merge"),
+    "a soup without data": (
+        {"merge": {"models": ["broad", "."], "method": "soup"}},
+        "a soup chooses by evaluation data",
+    ),
+    "weights": (
+        {"merge": {"models": ["broad", "."], "method": "weighted", "weights": [1]}},
+        "1 weights are given for 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_the_last_step_ends_the_command_before_the_first_one(place, capsys, name):
+    step, message = MISTAKES[name]
+    written([{"name": "broad"}, {"name": "last", **step}])
+    assert train() == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("error:") == 1
+    assert not Path("output").exists()
+
+
+def test_steps_before_any_training_take_the_model_of_the_config(place, capsys):
+    stages = [
+        {"name": "base", "evaluate": {"data": "val.jsonl", "ks": [10], "require": {"nDCG@10": 0.0}}},
+        {"name": "negatives", "mine": {"data_path": "train.jsonl", "num_negatives": 2}},
+        {"name": "both", "mine": {"data_path": "train.jsonl", "retrievers": [str(shared(tiny_bert_st))]}},
+    ]
+    written(stages)
+    assert train("--dry-run") == 0
+    assert f"would run: vembed eval {shared(tiny_bert_st)} val.jsonl" in capsys.readouterr().out
+    assert train() == 0
+    assert states() == dict.fromkeys(("base", "negatives", "both"), "done")
+    assert train("--dry-run", "model_name=other") == 0
+    assert "would run: vembed eval other val.jsonl" in capsys.readouterr().out
+
+
+def test_paths_of_steps_between_are_also_found_beside_the_config(place, monkeypatch):
+    written(
+        [{"name": "base", "evaluate": {"data": "val.jsonl"}}, {"name": "hard", "mine": {"data_path": "train.jsonl"}}]
+    )
+    elsewhere = place / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert run_process("train", ["../cfg.yaml"]) == 0
+    assert states() == {"base": "done", "hard": "done"}
+
+
 # ---- runs ------------------------------------------------------------------------------------------------------
 
 

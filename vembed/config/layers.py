@@ -202,14 +202,7 @@ def source_layers(source: str | Path | Mapping[str, Any] | TrainConfig, stage: s
             if name in source.model_fields_set:
                 layer.given[name] = Given(name, value, name, "TrainConfig")
         return [layer]
-    if isinstance(source, Mapping):
-        tree, name = tree_of_mapping(source), "the config"
-    elif not isinstance(source, str | Path):
-        raise UserError(f"the config is {source!r:.80}: give a path, a dict or a TrainConfig")
-    else:
-        tree, name = read_tree(Path(source)), str(source)
-    keys: dict[str, Node] = dict(tree.value)
-    keys.pop(OWN_PRESETS, None)  # `own_preset` takes the one that is named
+    keys, name = _keys(source)
     in_order = training_blocks(keys, name)
     # From here on both lists of stages are `training_stages`.
     if in_order is not None:
@@ -222,6 +215,12 @@ def source_layers(source: str | Path | Mapping[str, Any] | TrainConfig, stage: s
         return [_layer(name, keys)]
     asked = keys.pop("stage", None)
     return _stage_layers(name, keys, stages, stage or (str(asked.plain()) if asked else None))
+
+
+def shared_layer(source: str | Path | Mapping[str, Any]) -> Layer:
+    """Return the layer of what stands outside of the stages of a file or dict."""
+    keys, name = _keys(source)
+    return _layer(name, {key: node for key, node in keys.items() if key not in (ROAD, STAGES, "stage")})
 
 
 def own_preset(source: str | Path | Mapping[str, Any] | TrainConfig, layers: Sequence[Layer]) -> list[Layer]:
@@ -288,6 +287,19 @@ def over_the_stage(named: Layer, stage: Layer) -> Layer:
     spoken = set(stage.given) | {other for pair in SAME_SWITCH for other in pair if set(pair) & set(stage.given)}
     moved = {name: named.given.pop(name).value for name in spoken & set(named.given)}
     return _plain_layer(where, Level.NAMED_FILE, moved, where)
+
+
+def _keys(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Node], str]:
+    """Return the keys of a file or dict, and its name in messages."""
+    if isinstance(source, Mapping):
+        tree, name = tree_of_mapping(source), "the config"
+    elif not isinstance(source, str | Path):
+        raise UserError(f"the config is {source!r:.80}: give a path, a dict or a TrainConfig")
+    else:
+        tree, name = read_tree(Path(source)), str(source)
+    keys: dict[str, Node] = dict(tree.value)
+    keys.pop(OWN_PRESETS, None)  # `own_preset` takes the one that is named
+    return keys, name
 
 
 def _plain_layer(name: str, level: Level, options: Mapping[str, Any], where: str) -> Layer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vembed.config.entries import DataSource
@@ -52,15 +52,25 @@ def missing_data(config: TrainConfig) -> list[tuple[str, str]]:
     return [(option, path) for option, path in data_places(config) if not _exists(path)]
 
 
-def missing_places(config: TrainConfig, origins: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each file and folder that a run would look for and not find."""
-    found = [
-        f"{option}: {path} does not exist (looked from {Path.cwd()}){similar_path(path)}"
-        for option, path in missing_data(config)
-        if not is_hub_dataset(path) and not is_pattern_or_address(path)
-    ]
+def missing_path(option: str, path: str) -> str | None:
+    """Return a sentence about data that are not here and no name on the Hub, pattern or address; otherwise None."""
+    if _exists(path) or is_hub_dataset(path) or is_pattern_or_address(path):
+        return None
+    return f"{option}: {path} does not exist (looked from {Path.cwd()}){similar_path(path)}"
+
+
+def is_inside(path: str, folders: Sequence[Path]) -> bool:
+    """Return whether a path is in one of the folders, none of which need be there yet."""
+    return any(Path(path).absolute().is_relative_to(folder.absolute()) for folder in folders)
+
+
+def missing_places(config: TrainConfig, origins: Mapping[str, str], made: Sequence[Path] = ()) -> list[str]:
+    """Return a sentence for each file and folder that a run would look for and not find. `made`: folders that will be
+    there when the run begins."""
+    sentences = [missing_path(option, path) for option, path in data_places(config) if not is_inside(path, made)]
+    found = [one for one in sentences if one is not None]
     folder = config.model_name
-    is_given_elsewhere = folder == config.model_class or RESULT_OF in origins["model_name"]
+    is_given_elsewhere = folder == config.model_class or RESULT_OF in origins["model_name"] or is_inside(folder, made)
     if not _exists(folder) and not is_hub_model(folder) and not is_given_elsewhere:
         found.append(
             f"model_name: {folder} is not a folder (looked from {Path.cwd()}); give an existing folder or a Hub name "
@@ -71,9 +81,9 @@ def missing_places(config: TrainConfig, origins: Mapping[str, str]) -> list[str]
     return found
 
 
-def require_places(config: TrainConfig, origins: Mapping[str, str]) -> None:
-    """Raise UserError if a file or folder is missing that a run would look for."""
-    if missing := missing_places(config, origins):
+def require_places(config: TrainConfig, origins: Mapping[str, str], made: Sequence[Path] = ()) -> None:
+    """Raise UserError if a file or folder is missing that a run would look for, and that is in none of `made`."""
+    if missing := missing_places(config, origins, made):
         raise UserError("\n".join([missing[0], *(f"also: {one}" for one in missing[1:])]))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vembed.cli import run_process
+from vembed.cli import checked_words, run_process
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import Source, resolve_run
 from vembed.config.resolved import ResolvedRun
@@ -55,7 +55,7 @@ def train(
         train_once(resolved, on_step=on_step, on_evaluation=on_evaluation)
         return 0
 
-    code = run_stages(road, arguments, run_process, starts_processes=False, train=train_stage)
+    code = run_stages(road, arguments, run_process, checked_words, starts_processes=False, train=train_stage)
     if code:
         raise RunError(f"a step between the stages has failed with exit code {code}; what it said is above")
     last = next((step for step in reversed(road.steps) if step.kind == "train"), None)

@@ -13,9 +13,12 @@ from typing import Any
 
 from vembed.config.aliases import option_of
 from vembed.config.arguments import TrainArguments
+from vembed.config.layers import shared_layer
 from vembed.config.loading import resolve_run
+from vembed.config.places import require_places
 from vembed.config.stages import MINED, Road, Step, read_road
 from vembed.errors import RunError, UserError
+from vembed.stages.checks import check_options, located
 from vembed.stages.estimates import road_table
 from vembed.stages.fingerprint import of_options, of_training
 from vembed.stages.requirements import check_requirements
@@ -30,6 +33,8 @@ SHARED_WITHIN = 60.0
 
 Verb = Callable[[str, Sequence[str]], int]
 """Runs `vembed VERB WORDS` in this process and returns its exit code."""
+Check = Callable[[str, Sequence[str]], str | None]
+"""Returns what is wrong with `vembed VERB WORDS`, which it does not run."""
 Train = Callable[[TrainArguments], int]
 """Runs one training stage and returns its exit code."""
 
@@ -60,12 +65,13 @@ def run_stages(
     road: Road,
     arguments: TrainArguments,
     verb: Verb,
+    check: Check,
     env: Mapping[str, str] = os.environ,
     *,
     starts_processes: bool,
     train: Train | None = None,
 ) -> int:
-    """Run the steps and return the exit code of the first that fails, or 0.
+    """Run the steps and return the exit code of the first that fails, or 0. All are checked before one is run.
 
     A step is skipped if it is done and nothing that it depends on has changed. A training that was stopped goes on
     where it stood. Under a launcher all ranks run this; otherwise each training starts its own processes. `train`: runs
@@ -73,8 +79,11 @@ def run_stages(
     """
     prints: dict[str, str] = {}
     chosen = _chosen(road, Range(arguments.stage, arguments.first_stage, arguments.last_stage))
-    for step in road.steps:
-        stage = _Stage(road, step, arguments, verb, env, starts_processes, train)
+    stages = [_Stage(road, step, arguments, verb, env, starts_processes, train) for step in road.steps]
+    for stage in stages:
+        if stage.step in chosen:
+            stage.check(check)  # a mistake in the last step must not come out after days of training
+    for step, stage in zip(road.steps, stages, strict=True):
         # Also of steps that are not run: those behind them depend on it.
         prints[step.name] = stage.fingerprint(prints)
         if step not in chosen:
@@ -120,15 +129,34 @@ class _Stage:
         self.env = env
         self.starts_processes = starts_processes
         self.train = train
+        self.given = arguments
         self.arguments = replace(
             arguments, stage=step.name, first_stage=None, last_stage=None, overrides=self._overrides(arguments)
         )
+
+    def check(self, check: Check) -> None:
+        """Raise UserError where this step cannot work, as far as can be told before the steps before it have run."""
+        name = self.step.name
+        made = [self.road.folder(one.name) for one in self.road.before(name)]
+        if self.step.kind == "train":
+            run = resolve_run(self.arguments.source, self.arguments.overrides, stage=name, env=self.env)
+            if not self.arguments.is_dry_run:
+                require_places(run.config, run.origins, made)
+            return
+        check_options(self.road, self.step, self.options(), made)
+        problem = check(*self._words())
+        if problem is not None:
+            raise UserError(f"{self.road.source}: stage {name}: {problem}")
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of a step between, with paths that are found beside the config file."""
+        return located(self.step.options(), self.arguments.config)
 
     def fingerprint(self, known: Mapping[str, str]) -> str:
         """Return what this step depends on. `known`: the fingerprints of the steps before it."""
         before = self.road.model_before(self.step.name)
         if self.step.kind != "train":
-            return of_options(self.step.options(), [known[one.name] for one in self.road.before(self.step.name)])
+            return of_options(self.options(), [known[one.name] for one in self.road.before(self.step.name)])
         run = resolve_run(self.arguments.source, self.arguments.overrides, stage=self.step.name, env=self.env)
         mined = self.road.mined_before(self.step.name)
         start = None if before is None or self.step.given("model_name") is not None else known[before.name]
@@ -187,7 +215,7 @@ class _Stage:
         if code or self.step.kind != "evaluate":
             return code, {}
         scores = json.loads(path.read_text(encoding="utf-8"))
-        required = self.step.options().get("require", {})
+        required = self.options().get("require", {})
         problem = check_requirements(scores, required)
         if problem:
             raise RunError(f"stage {self.step.name}: {problem}; the stages after it are not run")
@@ -195,12 +223,11 @@ class _Stage:
 
     def _words(self) -> tuple[str, list[str]]:
         """Return the verb of a step between, and its words."""
-        options = self.step.options()
-        model = self._model()
+        options = self.options()
         if self.step.kind == "mine":
             # `vembed mine` takes options as key=value, and only the launcher's as flags.
             flags = _flags({"nproc": options.pop("nproc", None)})
-            options = {"model_name": model, **options, "output_path": str(self.folder / MINED)}
+            options = {**self._mined_by(options), **options, "output_path": str(self.folder / MINED)}
             return "mine", [f"{key}={_word(value)}" for key, value in options.items() if value is not None] + flags
         if self.step.kind == "evaluate":
             data, given = options.pop("data", None), options.pop("model", None)
@@ -208,16 +235,30 @@ class _Stage:
             if data is None:
                 raise UserError(f"stage {self.step.name}: evaluate needs data")
             flags = _flags(options)
-            return "eval", [self._place(given) or str(model), data, "--json", str(self.folder / SCORES_FILE), *flags]
+            return "eval", [self._place(given) or self._model(), data, "--json", str(self.folder / SCORES_FILE), *flags]
         models = options.pop("models", None)
         if models is None:
             models = [one.name for one in self.road.before(self.step.name) if one.kind == "train"]
         places = [self._run_or_model(one, "last" in options) for one in models]
         return "merge", [*places, "--output", str(self.folder / "final"), *_flags(options)]
 
-    def _model(self) -> str | None:
+    def _mined_by(self, options: Mapping[str, Any]) -> dict[str, str]:
+        # The model that the config starts from is no answer where the step names its own.
+        return {} if "retrievers" in options or "model_name" in options else {"model_name": self._model()}
+
+    def _model(self) -> str:
+        """Return the model of the last step before this one that leaves one, else the config's own."""
         before = self.road.model_before(self.step.name)
-        return None if before is None else str(self.road.folder(before.name) / "final")
+        if before is not None:
+            return str(self.road.folder(before.name) / "final")
+        given = [value for key, value in _pairs(self.given.overrides) if key == "model_name"]
+        own = shared_layer(self.given.source).given.get("model_name")
+        if not given and own is None:
+            raise UserError(
+                f"{self.road.source}: stage {self.step.name}: no step before it leaves a model, and the config has no "
+                "model_name to begin with"
+            )
+        return given[-1] if own is None or given else str(own.value)
 
     def _place(self, name: str | None) -> str | None:
         """Return the model of a stage by its name; any other name as it is."""

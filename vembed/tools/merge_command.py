@@ -10,7 +10,8 @@ from rich.table import Table
 
 from vembed.config.schema import TrainConfig
 from vembed.distributed.session import start_session
-from vembed.weights.merge import MergeMethod, MergeResult, merge
+from vembed.weights.merge import MergeResult, merge
+from vembed.weights.merge_rules import MergeMethod
 
 
 def run_merge(models: Sequence[str], output: str, method: MergeMethod, **options: Any) -> MergeResult:

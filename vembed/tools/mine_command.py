@@ -145,6 +145,11 @@ def start_others(verb: str, words: Words, give: Give) -> int | None:
         return code
 
 
+def check_mine(words: Sequence[str]) -> None:
+    """Raise UserError for words that `vembed mine` would refuse."""
+    load_options(MineConfig, None, parse_words("mine", words).overrides)
+
+
 def run_mine(words: Sequence[str], give: Give = ignore) -> int:
     """`vembed mine`."""
     parsed = parse_words("mine", words)

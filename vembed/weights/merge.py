@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -22,13 +21,13 @@ from vembed.report.record import metric_name
 from vembed.saving.layout import write_json
 from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_model
 from vembed.weights.inputs import Source, default_base, open_source
+from vembed.weights.merge_rules import MergeMethod, check_merge, check_numbers
 from vembed.weights.merging import Merge
-from vembed.weights.methods import OF_DIFFERENCES, Method, Recipe
+from vembed.weights.methods import Recipe
 from vembed.weights.trials import Judge, Trial, at_point, greedy_soup, sweep
 
 log = logging.getLogger("vembed")
 
-MergeMethod = Literal[Method, "soup"]
 Of = Literal["auto", "weights", "differences"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -77,8 +76,10 @@ def merge(
     given = [str(one) for one in ([models] if isinstance(models, str | Path) else models)]
     target = Path(output)
     names = _expanded(given, last)
-    _check(names, target, method, weights, sweep_points, None if data is None else str(data), interpolate)
-    _check_numbers(method, density, scale=scale, interpolate=interpolate, weights=weights, points=sweep_points)
+    if target.exists():
+        raise UserError(f"{target} exists already; give a new folder")
+    check_merge(names, method, weights, sweep_points, has_data=data is not None, interpolate=interpolate)
+    check_numbers(method, density, scale=scale, interpolate=interpolate, weights=weights, points=sweep_points)
     recipe = Recipe(
         method="mean" if method == "soup" else method,
         weights=tuple(weights) if weights is not None else (1.0,) * len(names),
@@ -163,57 +164,6 @@ def _expanded(names: Sequence[str], last: int | None) -> list[str]:
     if last is not None and len(found) == len(names) and last != 1:
         raise UserError(f"last: {last} asks for checkpoints of a run, and {names[0]} is no run's output folder")
     return found
-
-
-def _check(
-    names: Sequence[str],
-    target: Path,
-    method: str,
-    weights: Sequence[float] | None,
-    points: Sequence[float] | None,
-    data: str | None,
-    interpolate: float,
-) -> None:
-    if target.exists():
-        raise UserError(f"{target} exists already; give a new folder")
-    if method not in get_args(MergeMethod):
-        raise UserError(f"method: {method} is not one of {', '.join(get_args(MergeMethod))}")
-    if weights is not None and len(weights) != len(names):
-        raise UserError(f"{len(weights)} weights are given for {len(names)} models; give one for each")
-    if method == "weighted" and weights is None:
-        raise UserError("method: weighted needs weights, one for each model; without them it is the mean")
-    if weights is not None and method in ("mean", "soup"):
-        raise UserError(f"method: {method} has no weights; use method: weighted")
-    if method in ("weighted", "slerp") and weights is not None and (sum(weights) <= 0 or min(weights) < 0):
-        raise UserError(f"weights of {method} are shares: give numbers of at least 0, and not only zeros")
-    if (method == "soup" or points is not None) and data is None:
-        raise UserError(f"{'a soup' if method == 'soup' else 'a sweep'} chooses by evaluation data: give data (--data)")
-    if points is not None and len(names) > 2:
-        raise UserError(f"a sweep is a line between two models, or between a base and one; {len(names)} are given")
-    if points is not None and method not in ("mean", "weighted", "slerp"):
-        raise UserError(f"a sweep is along mean, weighted or slerp, and method is {method}")
-    alone = len(names) == 1 and interpolate == 1.0 and points is None and method not in OF_DIFFERENCES
-    if alone:
-        raise UserError(f"{names[0]} alone is nothing to merge: give more models, or a base and interpolate")
-
-
-def _check_numbers(
-    method: str,
-    density: float,
-    *,
-    scale: float,
-    interpolate: float,
-    weights: Sequence[float] | None,
-    points: Sequence[float] | None,
-) -> None:
-    """Raise where the arithmetic would divide by zero, or give weights that are no numbers."""
-    if method in ("ties", "dare") and not 0 < density <= 1:
-        raise UserError(f"density: {density:g} is the share of each difference that {method} keeps: give 0.2, or 1")
-    given = {"scale": [scale], "interpolate": [interpolate], "weights": weights or (), "sweep": points or ()}
-    for name, values in given.items():
-        broken = [one for one in values if not math.isfinite(one)]
-        if broken:
-            raise UserError(f"{name}: {broken[0]} is not a number to compute with")
 
 
 @contextmanager

@@ -6,14 +6,13 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-Method = Literal["mean", "weighted", "slerp", "task_arithmetic", "ties", "dare"]
-OF_DIFFERENCES: tuple[Method, ...] = ("task_arithmetic", "ties", "dare")
-"""Methods that are defined on differences from a base model."""
+from vembed.weights.merge_rules import OF_DIFFERENCES, Method
+
 PIECE = 2**20
 """Elements that are computed at once. `dare` draws by piece: another number would draw other elements."""
 _BINS = 2**16
