@@ -88,6 +88,13 @@ def test_the_check_is_printed_and_in_the_card(exported: Path) -> None:
     assert check["ndcg_export"] == pytest.approx(check["ndcg_model"], abs=1e-6)
 
 
+def test_each_part_that_may_take_minutes_is_said_before_it_begins(exported: Path) -> None:
+    said = (exported.parent / "said.txt").read_text().splitlines()
+    assert said[:2] == ["encoding 248 texts with the model", "writing the onnx files in float32"]
+    assert said[2].startswith("encoding the same texts with the export in onnxruntime ")
+    assert said[3].startswith("check: ")
+
+
 @pytest.mark.parametrize("precision", ["int8", "float16"])
 def test_smaller_precisions(precision: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_format, "_trace", lambda _, target: shutil.copyfile(exported / "model.onnx", target))

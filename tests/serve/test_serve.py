@@ -26,6 +26,7 @@ from vembed.cli import app
 from vembed.errors import UserError
 from vembed.serve.encoder import ModelEncoder, TextEncoder, open_encoder
 from vembed.serve.server import EmbeddingServer
+from vembed.tools.serve_command import run_serve
 
 TEXTS = ["red", "a small bird in the garden"]
 
@@ -40,7 +41,7 @@ def model_folder() -> Path:
 
 @contextmanager
 def running(encoder: TextEncoder) -> Iterator[str]:
-    with EmbeddingServer(encoder, "tiny", "127.0.0.1", 0) as server:
+    with EmbeddingServer(lambda: encoder, "tiny", "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -182,4 +183,7 @@ def test_what_cannot_be_served(tmp_path: Path) -> None:
         open_encoder(str(shared(tiny_vit)))
     encoder = ModelEncoder(str(model_folder()), device=None, truncate_dim=None, trust_remote_code=False)
     with running(encoder) as url, pytest.raises(UserError, match="cannot be listened on"):
-        EmbeddingServer(encoder, "tiny", "127.0.0.1", int(url.rpartition(":")[2]))
+        # Before a model is loaded, which may take minutes: this one is not even there.
+        run_serve("nowhere/at/all", host="127.0.0.1", port=int(url.rpartition(":")[2]))
+    with pytest.raises(UserError, match="not a folder"):
+        run_serve("nowhere/at/all", host="127.0.0.1", port=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,15 @@ from vembed.export.check import (
     smaller,
     texts_to_compare,
 )
-from vembed.export.formats import PRECISIONS, ExportJob, ExportReader, Format, FormatName, WeightPrecision
+from vembed.export.formats import (
+    PRECISIONS,
+    ExportJob,
+    ExportReader,
+    Format,
+    FormatName,
+    WeightPrecision,
+    say_nothing,
+)
 from vembed.export.gguf_format import GgufFormat
 from vembed.export.onnx_format import OnnxFormat
 from vembed.export.onnx_images import compare_images, images_to_compare
@@ -81,10 +90,11 @@ def export_model(
     tolerance: float | None = None,
     server: ServerName | None = None,
     trust_remote_code: bool = False,
+    say: Callable[[str], object] = say_nothing,
 ) -> Exported:
     """Write `model` to the new folder `output`. With `check`, an export whose embeddings differ by more than
     `tolerance` is refused, and nothing is left behind. `data`: evaluation data for the texts of the check and the nDCG;
-    by default those of the run."""
+    by default those of the run. `say` takes a line before each part that may take minutes."""
     target = Path(output)
     if target.exists():
         raise UserError(f"{target} exists already; give a new folder")
@@ -105,14 +115,14 @@ def export_model(
     precision = precision or _default_precision(form, embedder.description)
     # The folder has another name until the check has passed, so that a refused export leaves nothing behind.
     with replaced_folder(target) as folder:
-        job = ExportJob(model, embedder, precision, student_texts(model, found) if form == "static" else ())
+        job = ExportJob(model, embedder, precision, student_texts(model, found) if form == "static" else (), say)
         result = None
         if check:
             usual = STUDENT_TOLERANCE if form == "static" else TOLERANCE[precision]
             largest = usual if tolerance is None else tolerance
             result = _write_and_check(kind, job, folder, found, largest, form)
         else:
-            kind.write(job, folder)
+            _write(kind, job, folder, form)
         facts = _describe(folder, embedder, form, precision, result) | (
             {"num_training_texts": len(job.texts)} if form == "static" else {}
         )
@@ -200,15 +210,18 @@ def _write_and_check(
     images = images_to_compare(data) if form == "onnx" and "image" in embedder.description.modalities else []
     image_ND = embedder.encode(images)
     if "text" not in embedder.description.modalities:
-        kind.write(job, folder)
+        _write(kind, job, folder, form)
         return _with_images(NO_TEXTS, job, folder, images, image_ND, tolerance)
     texts = texts_to_compare(data, embedder.description.max_length)
-    model_ND = encode_all(own, texts)
     judged = smaller(data)
+    judged_texts = 0 if judged is None else len(judged.queries) + len(judged.documents)
+    job.say(f"encoding {len(texts) + judged_texts:,d} texts with the model")
+    model_ND = encode_all(own, texts)
     normalize = embedder.description.similarity == "cosine"
     before = None if judged is None else ndcg(own, judged, normalize=normalize)
-    kind.write(job, folder)
+    _write(kind, job, folder, form)
     reader = kind.reader(folder)
+    job.say(f"encoding the same texts with the export in {reader.runtime}")
     vectors = encode_all(reader.encode, texts)
     result = compare(reader.runtime, model_ND, vectors, texts, tolerance)
     if form == "static":  # another model: its vectors are not the model's, but its similarities should follow
@@ -232,6 +245,11 @@ def _write_and_check(
     if judged is not None:
         result = _with_scores(result, reader, judged, before, normalize)
     return result
+
+
+def _write(kind: Format, job: ExportJob, folder: Path, form: FormatName) -> None:
+    job.say(f"writing the {form} files in {job.precision}")
+    kind.write(job, folder)
 
 
 def _with_images(

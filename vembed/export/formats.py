@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -18,6 +18,10 @@ FORMATS: tuple[FormatName, ...] = get_args(FormatName)
 PRECISIONS: tuple[WeightPrecision, ...] = get_args(WeightPrecision)
 
 
+def say_nothing(line: str) -> None:
+    """Take a line that nobody reads."""
+
+
 @dataclass(frozen=True)
 class ExportJob:
     """The model to export and how."""
@@ -29,6 +33,8 @@ class ExportJob:
     precision: WeightPrecision
     texts: Sequence[tuple[str, Kind]] = ()
     """Texts to train a student with; other formats need none."""
+    say: Callable[[str], object] = say_nothing
+    """Takes a line before each part that may take minutes."""
 
 
 class ExportReader(Protocol):

@@ -6,7 +6,8 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import FrameType
@@ -29,10 +30,25 @@ class EmbeddingServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128  # of connections at once: one that finds the queue full tries again after a second
 
-    def __init__(self, encoder: TextEncoder, name: str, host: str, port: int) -> None:
-        self.encoder, self.name = encoder, name
+    def __init__(self, load: Callable[[], TextEncoder], name: str, host: str, port: int) -> None:
+        """`load` gives the encoder. It is called when the address is known to be free, and connections are taken when
+        it has returned."""
+        self.name = name
+        super().__init__((host, port), _Handler, bind_and_activate=False)
         try:
-            super().__init__((host, port), _Handler)
+            with self._listening(host, port):
+                self.server_bind()
+            self.encoder = load()
+            with self._listening(host, port):
+                self.server_activate()
+        except BaseException:
+            self.server_close()
+            raise
+
+    @contextmanager
+    def _listening(self, host: str, port: int) -> Iterator[None]:
+        try:
+            yield
         except (OSError, OverflowError) as error:
             raise UserError(f"--host {host} --port {port} cannot be listened on ({error}); give others") from error
 

@@ -75,7 +75,7 @@ def run_export_as(
     with usable_model(model) as found:
         done = export_model(
             found, output, chosen, precision_of(precision), check=check, data=data, tolerance=tolerance,
-            server=served, trust_remote_code=trust_remote_code,
+            server=served, trust_remote_code=trust_remote_code, say=_say,
         )  # fmt: skip
     for line in done.check.lines() if done.check is not None else ["not compared with the model (--no-check)"]:
         sys.stdout.write(f"check: {line}\n")
@@ -86,3 +86,9 @@ def run_export_as(
         sys.stdout.write(f"start: {start.command}\n" + (f"note: {start.note}\n" if start.note else ""))
         facts |= {"start": start.command, "note": start.note or None}
     return facts
+
+
+def _say(line: str) -> None:
+    """Write a line to stderr at once: the parts of an export take seconds to minutes each."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from vembed.config.places import short_name
-from vembed.serve.encoder import open_encoder
+from vembed.serve.encoder import TextEncoder, open_encoder
 from vembed.serve.server import EmbeddingServer, serve
 
 
@@ -20,8 +20,11 @@ def run_serve(
     trust_remote_code: bool = False,
 ) -> None:
     """Serve a model until a signal."""
-    encoder = open_encoder(model, device=device, truncate_dim=truncate_dim, trust_remote_code=trust_remote_code)
-    server = EmbeddingServer(encoder, served_name or short_name(model), host, port)
+
+    def load() -> TextEncoder:
+        return open_encoder(model, device=device, truncate_dim=truncate_dim, trust_remote_code=trust_remote_code)
+
+    server = EmbeddingServer(load, served_name or short_name(model), host, port)
     say(f"{model} at http://{host}:{server.server_port}: POST /v1/embeddings (OpenAI) or /embed (TEI); Ctrl-C stops it")
     serve(server, say)
 
