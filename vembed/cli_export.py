@@ -38,7 +38,8 @@ def export(
     ] = True,
     data: CheckData = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="Largest cosine distance. Default: 1e-4, 1e-3, 1e-2 or 5e-2 by precision.")
+        float | None,
+        typer.Option(min=0.0, help="Largest cosine distance. Default: 1e-4, 1e-3, 1e-2 or 5e-2 by precision."),
     ] = None,
     server: Annotated[
         str, typer.Option("--for", help="tei, vllm, llama.cpp, infinity or fastembed: its format and start command.")

@@ -88,6 +88,18 @@ def test_the_check_is_printed_and_in_the_card(exported: Path) -> None:
     assert check["ndcg_export"] == pytest.approx(check["ndcg_model"], abs=1e-6)
 
 
+def test_an_export_is_no_model_for_other_verbs(exported: Path, tmp_path: Path) -> None:
+    done = run("encode", exported, "-", tmp_path / "a.npy")
+    assert done.exit_code == 2
+    assert "is an export in onnx, which other programs run" in done.output
+
+
+def test_a_tolerance_below_zero_is_refused_at_once(tmp_path: Path) -> None:
+    done = run("export", model_folder(), tmp_path / "out", "--format", "onnx", "--tolerance", "-1")
+    assert done.exit_code == 2
+    assert "--tolerance" in done.output and "writing" not in done.output
+
+
 def test_each_part_that_may_take_minutes_is_said_before_it_begins(exported: Path) -> None:
     said = (exported.parent / "said.txt").read_text().splitlines()
     assert said[:2] == ["encoding 248 texts with the model", "writing the onnx files in float32"]

@@ -10,7 +10,7 @@ import pytest
 
 import vembed
 from tests.data.pictures import write
-from tests.tiny import shared, texts, tiny_bert, tiny_clip
+from tests.tiny import shared, texts, tiny_bert, tiny_clip, tiny_reranker
 from vembed.config.user_folders import cache_folder
 
 
@@ -80,3 +80,18 @@ def test_scores_in_the_data(tmp_path: Path) -> None:
     train(tmp_path, scored, loss="kl", teacher="scores", temperature=1.0)
     apart = [{**one, "positive_scores": [2.0], "negative_scores": [0.5, -1.0]} for one in records()]
     train(tmp_path, apart, loss="margin_mse", teacher="scores", resume=False, output_dir=str(tmp_path / "out2"))
+
+
+@pytest.mark.parametrize("loss", ["margin_mse", "score_mse", "kl"])
+def test_losses_that_compare_with_hard_negatives_alone_need_some(loss: str, tmp_path: Path) -> None:
+    pairs = [{"query": one["query"], "positive": one["positive"]} for one in records()]
+    teacher = str(shared(tiny_bert))
+    with pytest.raises(vembed.UserError, match=f"loss: {loss} compares a positive with the hard negatives"):
+        train(tmp_path, pairs, loss=loss, teacher=teacher)
+    if loss == "kl":  # over the whole batch there is something to compare
+        train(tmp_path, pairs, loss=loss, teacher=teacher, distill_candidates="batch")
+
+
+def test_a_reranker_is_loaded_without_a_bar_of_transformers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, records(), loss="margin_mse", teacher=str(shared(tiny_reranker)))
+    assert "Loading weights" not in capfd.readouterr().err

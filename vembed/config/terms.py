@@ -118,6 +118,14 @@ def run_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
     return [term for one in source_configs(config) for term in loss_terms(one)]
 
 
+def compares_listed_alone(config: TrainConfig) -> bool:
+    """Return whether all losses of a run compare a positive with the hard negatives of its record, and nothing else."""
+    return all(
+        term.loss in ("margin_mse", "score_mse") or (term.loss == "kl" and term.distill_candidates == "listed")
+        for _, term in run_terms(config)
+    )
+
+
 def listed_teachers(config: TrainConfig) -> list[Teacher]:
     """Return the entries of `teachers`."""
     return [Teacher(model=one) if isinstance(one, str) else one for one in config.teachers or []]

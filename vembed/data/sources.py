@@ -14,7 +14,14 @@ import numpy as np
 
 from vembed.config.entries import DataSource
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import TEXTS_ALONE, losses_of, reads_scores, source_config
+from vembed.config.terms import (
+    TEXTS_ALONE,
+    compares_listed_alone,
+    losses_of,
+    reads_scores,
+    run_terms,
+    source_config,
+)
 from vembed.config.user_folders import cache_folder
 from vembed.data.batches import ContentKeys
 from vembed.data.cache import IndexCache, short_hash
@@ -351,6 +358,18 @@ def _read_as(source: DataSource) -> ReadAs:
     return ReadAs(source.query_prompt, source.document_prompt, source.max_length)
 
 
+def _refuse_nothing_to_compare(config: TrainConfig, indices: Sequence[Index], role: Role) -> None:
+    has_negatives = config.mine is not None or any(index.counts.negatives for index in indices)
+    if role != "train" or has_negatives or not any(map(len, indices)) or not compares_listed_alone(config):
+        return
+    names = " and ".join(sorted({term.loss for _, term in run_terms(config)}))
+    raise UserError(
+        f"loss: {names} compares a positive with the hard negatives of its record, and no record has one, so that the "
+        "loss would be 0 at every step: `vembed mine` adds some; kl with distill_candidates: batch, embedding and "
+        "relational need none"
+    )
+
+
 def _refuse_bad_records(config: TrainConfig, opened: Sequence[_Opened], role: Role) -> None:
     for reader, _, index, _ in opened:
         if index.num_bad and not len(index) and NO_NEGATIVE in index.problems[0]:
@@ -359,6 +378,7 @@ def _refuse_bad_records(config: TrainConfig, opened: Sequence[_Opened], role: Ro
                 "negatives, take the source out, or use loss: infonce, which takes the others of the batch"
             )
     indices = [index for _, _, index, _ in opened]
+    _refuse_nothing_to_compare(config, indices, role)
     num_bad, num_good = sum(index.num_bad for index in indices), sum(map(len, indices))
     problems = [problem for index in indices for problem in index.problems][:NUM_SHOWN]
     if num_bad and (config.on_bad_record == "stop" or not num_good):

@@ -49,6 +49,7 @@ from vembed.export.servers import ServerName, write_server_files
 from vembed.export.static_format import StaticFormat
 from vembed.families.backbones import file_dtype, read_config
 from vembed.families.description import ModelDescription
+from vembed.families.weight_files import EXPORT_FILE
 from vembed.inference.embedder import Embedder
 from vembed.report.record import read_run
 from vembed.saving.card import Card, render_card
@@ -57,8 +58,6 @@ from vembed.start.datasets import open_sets
 
 MOST_STUDENT_EXAMPLES = 10_000
 """Examples whose texts train a student; of more, as many spread over all."""
-EXPORT_FILE = "export.json"
-"""File with the facts of an export: format, precision and the result of the check."""
 KNOWN: dict[FormatName, Format] = {
     "safetensors": SafetensorsFormat(),
     "onnx": OnnxFormat(),

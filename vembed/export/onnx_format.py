@@ -19,14 +19,20 @@ from vembed.export.formats import ExportJob, WeightPrecision
 from vembed.export.graph import INPUTS, TextGraph, example_inputs
 from vembed.export.onnx_graphs import open_session, run_batches, save_graph, write_in
 from vembed.export.onnx_images import image_inputs, write_images
+from vembed.families.weight_files import read_object
 from vembed.inference.embedder import Embedder
 from vembed.models.processors import save_processors
 from vembed.models.towers import tower_module
+from vembed.saving.layout import write_json
 
 ONNX_FILE = "model.onnx"
 BATCH_TOKENS = 256
 """Padded tokens of a forward pass. Its activations stay in the cache of a core: with 1,300 tokens each text took nearly
 twice as long (6 layers of width 384)."""
+
+
+FEW_TOKENS = 4
+"""Token ids that any vocabulary has: what is traced does not depend on them."""
 
 
 class OnnxFormat:
@@ -73,6 +79,9 @@ def write_text_graph(job: ExportJob, folder: Path) -> None:
         description.similarity,
     )
     _text_model(job.embedder).config.save_pretrained(folder)
+    config = read_object(folder / "config.json") or {}
+    if config.pop("auto_map", None):  # names Python code that a graph does without, and that is not in this folder
+        write_json(folder / "config.json", config)
     write_in(job.precision, partial(_trace, job.embedder), folder / ONNX_FILE)
 
 
@@ -122,7 +131,9 @@ def _trace(embedder: Embedder, target: Path) -> None:
     length = description.max_length if description.traits.has_fixed_length else None
     # Dimensions that may vary; texts of fixed length have one only.
     shape = {0: torch.export.Dim("batch")} | ({} if length else {1: torch.export.Dim("tokens")})
-    example = example_inputs(int(_text_model(embedder).config.get_text_config().vocab_size), length)
+    # A class of the user's own has a config without it.
+    vocab_size = _text_model(embedder).config.get_text_config().to_dict().get("vocab_size", FEW_TOKENS)
+    example = example_inputs(int(vocab_size), length)
     save_graph(TextGraph(embedder), example, INPUTS, dict.fromkeys(INPUTS, shape), target)
 
 

@@ -13,6 +13,8 @@ from vembed.errors import UserError
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 WEIGHTS = ".safetensors"
+EXPORT_FILE = "export.json"
+"""File with the facts of an export: format, precision and the result of the check."""
 INDEX = ".safetensors.index.json"
 PICKLED = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
 METADATA = "__metadata__"
@@ -63,6 +65,12 @@ def check_whole_weights(folder: Path) -> None:
     """Raise UserError unless the folder holds weights of its own and no adapter, which Transformers would follow."""
     check_weight_files(folder)
     if not list(folder.glob("*" + WEIGHTS)):
+        exported = (read_object(folder / EXPORT_FILE) or {}).get("format")
+        if exported is not None:
+            raise UserError(
+                f"{folder} is an export in {exported}, which other programs run (onnx and openvino also "
+                "`vembed serve`); give the model that it was made from"
+            )
         raise UserError(
             f"{folder} has no .safetensors file, and vembed reads no pickled weights; "
             "load the model with Transformers once and save it again"

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from vembed.errors import UserError
 from vembed.families.weight_files import check_whole_weights
+from vembed.models.backbone_loading import quiet_transformers
 
 Agree = Callable[[int], int]
 """Returns the number of batches that all ranks run, from that of this rank: sharded models are run in step."""
@@ -69,9 +70,9 @@ class Reranker:
 def read_weights(kind: Any, folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
     """Return a model of an Auto class, from safetensors alone: reading pickled weights would run their code."""
     check_whole_weights(folder)
-    return kind.from_pretrained(
-        folder, dtype="auto" if dtype is None else dtype, use_safetensors=True, trust_remote_code=trust_remote_code
-    )
+    stored = "auto" if dtype is None else dtype
+    with quiet_transformers():
+        return kind.from_pretrained(folder, dtype=stored, use_safetensors=True, trust_remote_code=trust_remote_code)
 
 
 def add_padding_token(tokenizer: Any) -> None:

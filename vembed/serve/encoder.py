@@ -12,8 +12,9 @@ import numpy as np
 
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
-from vembed.export.exporting import EXPORT_FILE, KNOWN
+from vembed.export.exporting import KNOWN
 from vembed.export.formats import ExportReader
+from vembed.families.weight_files import EXPORT_FILE
 from vembed.inference.embedder import Embedder
 
 RUNTIMES = ("onnx", "openvino")
