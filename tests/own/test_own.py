@@ -241,11 +241,17 @@ def test_saved_models_load_elsewhere(trained: list[dict[str, float]], place: Pat
     assert "trust_remote_code=True" in (folder / "README.md").read_text()
 
 
-def test_a_saved_model_is_exported_without_a_question(
-    trained: list[dict[str, float]], place: Path, tmp_path: Path
-) -> None:
-    del trained
-    words = ["export", str(place / "bag" / "final"), str(tmp_path / "onnx"), "--format", "onnx", "--trust-remote-code"]
+def test_a_saved_model_is_exported_without_a_question(place: Path, tmp_path: Path) -> None:
+    values = options(place, "bag-alone", model_class=Bag, max_steps=1, strategy="single")
+    vembed.train(values)
+    words = [
+        "export",
+        str(place / "bag-alone" / "final"),
+        str(tmp_path / "onnx"),
+        "--format",
+        "onnx",
+        "--trust-remote-code",
+    ]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert "check: 200 texts" in done.output and "custom code" not in done.output
