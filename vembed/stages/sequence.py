@@ -251,7 +251,7 @@ class _Stage:
         before = self.road.model_before(self.step.name)
         if before is not None:
             return str(self.road.folder(before.name) / "final")
-        given = [value for key, value in _pairs(self.given.overrides) if key == "model_name"]
+        given = [value for key, value, _ in _pairs(self.given.overrides) if key == "model_name"]
         own = shared_layer(self.given.source).given.get("model_name")
         if not given and own is None:
             raise UserError(
