@@ -273,7 +273,7 @@ def generate(words: Words = None) -> None:
 
 @app.command(rich_help_panel=TRAIN)
 def demo(
-    options: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE] ...", help="Options as of train.")] = None,
+    options: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options as of train.")] = None,
     output: Annotated[str, typer.Option("--output", help="Folder for data, config and run.")] = "demo",
     quick: Annotated[bool, typer.Option("--quick", help="30 seconds: everything happens, little is learned.")] = False,
 ) -> None:
@@ -290,7 +290,7 @@ def demo(
 @app.command(cls=JsonCommand, rich_help_panel=SETUP)
 def doctor(
     config: Annotated[
-        str | None, typer.Argument(metavar="[CFG]", help="Check the machine for this config too.")
+        str | None, typer.Argument(metavar="CFG", help="Check the machine for this config too.")
     ] = None,
     nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Default: one per GPU, or 2 on the CPU.")] = None,
     model_class: Annotated[

@@ -21,7 +21,10 @@ def export(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A run, a checkpoint of one, a model folder or an adapter.")
     ],
-    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="A new folder.")],
+    output: Annotated[
+        str | None,
+        typer.Argument(metavar="OUTPUT", help="A new folder. With --check it may be left out: nothing is kept."),
+    ] = None,
     form: Annotated[
         str,
         typer.Option("--format", help="safetensors, onnx, static, openvino or gguf. Default: a copy of the folder."),
@@ -30,12 +33,13 @@ def export(
         str, typer.Option(help="float32, float16, bfloat16 or int8. Default: float32; of safetensors that of the file.")
     ] = "",
     check: Annotated[
-        bool,
+        bool | None,
         typer.Option(
+            "--check/--no-check",
             help="Compare 200 texts through the export and the model; refuse an export that differs. "
-            "A plain copy is not loaded."
+            "Default: yes, but a plain copy is not loaded; --check without --format takes safetensors.",
         ),
-    ] = True,
+    ] = None,
     data: CheckData = None,
     tolerance: Annotated[
         float | None,
@@ -51,6 +55,8 @@ def export(
     """Write a trained model in the format of another runtime, compared with the model.
 
     Without --format it is a copy of the model's folder, or a folder made of a checkpoint. --merge merges an adapter.
+
+    `vembed export MODEL --check` writes nothing: it compares vembed's vectors with those of Sentence Transformers.
     """
 
     def call() -> None:
@@ -58,7 +64,9 @@ def export(
             word("--format", form, FORMATS)
         if server:
             word("--for", server, SERVERS)
-        if not (form or precision or server):
+        if output is None and not check:
+            raise UserError("give OUTPUT, a new folder; only --check goes without one")
+        if output is not None and not (form or precision or server or check):
             from vembed.tools.export import run_export
 
             with json_result(json_file) as give:
@@ -72,7 +80,7 @@ def export(
 
         with json_result(json_file) as give:
             exported = run_export_as(
-                model, output, form, precision, server, check=check, data=data, tolerance=tolerance,
+                model, output, form, precision, server, check=check is not False, data=data, tolerance=tolerance,
                 trust_remote_code=trust_remote_code,
             )  # fmt: skip
             give(exported)

@@ -12,7 +12,7 @@ from vembed.cli_support import JsonOutput, end, json_result
 
 def tune(
     config: Annotated[str, typer.Argument(metavar="CFG", help="The config to start from, with validation data.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE] ...")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
     trials: Annotated[int, typer.Option(min=1, help="Trials in all, those of an earlier start included.")] = 20,
     options: Annotated[str, typer.Option(help="Options to search, as learning_rate,temperature.")] = "",
     output: Annotated[str, typer.Option(help="Folder of the search, in which it goes on.")] = "tune",

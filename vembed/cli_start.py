@@ -99,7 +99,7 @@ def report(
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN ...", help="Folders of runs, finished or not; the first is the baseline."),
+        typer.Argument(metavar="RUN", help="Folders of runs, finished or not; the first is the baseline."),
     ],
     output: Annotated[str | None, typer.Option("--output", "-o", help="The page. Default: comparison.html.")] = None,
     json_file: JsonOutput = None,

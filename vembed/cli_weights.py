@@ -64,7 +64,7 @@ def score(
 def merge(
     ctx: typer.Context,
     models: Annotated[
-        list[str], typer.Argument(metavar="MODEL ...", help="Folders, Hub names, adapters, checkpoints or runs.")
+        list[str], typer.Argument(metavar="MODEL", help="Folders, Hub names, adapters, checkpoints or runs.")
     ],
     output: Annotated[str, typer.Option("--output", "-o", help="A new folder.")],
     method: Annotated[str, typer.Option(help="mean, weighted, slerp, task_arithmetic, ties, dare or soup.")] = "mean",

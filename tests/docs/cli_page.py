@@ -52,9 +52,13 @@ def _verb(name: str, command: Any) -> str:
         return "\n".join(lines) + "\n"
     arguments = [one for one in command.params if one.param_type_name == "argument"]
     options = [one for one in command.params if one.param_type_name == "option" and "--help" not in one.opts]
-    usage = " ".join([one.metavar or one.name.upper() for one in arguments])
+    names = [one.metavar or one.name.upper() for one in arguments]
+    usage = " ".join(
+        (name if one.required else f"[{name}]") + (" ..." if one.nargs == -1 else "")
+        for name, one in zip(names, arguments, strict=True)
+    )
     lines += ["```text", f"vembed {name} {usage}{' [OPTIONS]' if options else ''}".rstrip(), "```", ""]
-    lines += [f"- `{one.metavar or one.name.upper()}`: {_text(one)}" for one in arguments if _text(one)]
+    lines += [f"- `{name}`: {_text(one)}" for name, one in zip(names, arguments, strict=True) if _text(one)]
     lines += [f"- `{', '.join(one.opts)}`{_default(one)}: {_text(one)}" for one in options]
     return "\n".join(lines) + "\n"
 

@@ -94,6 +94,20 @@ def test_an_export_is_no_model_for_other_verbs(exported: Path, tmp_path: Path) -
     assert "is an export in onnx, which other programs run" in done.output
 
 
+def test_a_check_alone_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    done = run("export", model_folder(), "--check", "--json", tmp_path / "said.json")
+    assert done.exit_code == 0, done.output
+    assert "through sentence-transformers" in done.output and "nothing was kept" in done.output
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert said["path"] is None and said["check"]["largest_distance"] < 1e-6
+    for words in ([], ["--no-check"], ["--for", "tei", "--check"]):
+        refused = run("export", model_folder(), *words)
+        assert refused.exit_code == 2 and "give OUTPUT, a new folder" in refused.output
+    assert [one.name for one in tmp_path.iterdir()] == ["said.json"]
+
+
 def test_a_tolerance_below_zero_is_refused_at_once(tmp_path: Path) -> None:
     done = run("export", model_folder(), tmp_path / "out", "--format", "onnx", "--tolerance", "-1")
     assert done.exit_code == 2

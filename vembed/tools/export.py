@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def run_export(model: str, output: str, *, merge: bool = False) -> Path:
 
 def run_export_as(
     model: str,
-    output: str,
+    output: str | None,
     form: str,
     precision: str,
     server: str,
@@ -59,8 +60,10 @@ def run_export_as(
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Export `model` in a format, or for a server, and print the result of the check and the start command. Return
-    them as JSON values."""
-    if Path(output).exists():
+    them as JSON values. `output` None: only the check, of an export that is not kept."""
+    if output is None and server:
+        raise UserError(f"--for {server} writes files for the server: give OUTPUT, a new folder")
+    if output is not None and Path(output).exists():
         raise UserError(f"{output} exists already; give a new folder")
     from vembed.export.exporting import export_model, precision_of
     from vembed.export.formats import FORMATS
@@ -72,15 +75,15 @@ def run_export_as(
     chosen = next((one for one in FORMATS if one == form), wanted)
     if served is not None and chosen != wanted:
         raise UserError(f"--for {server} reads --format {wanted}, and --format {form} is asked for; leave one out")
-    with usable_model(model) as found:
+    with usable_model(model) as found, tempfile.TemporaryDirectory(prefix="vembed-") as scratch:
         done = export_model(
-            found, output, chosen, precision_of(precision), check=check, data=data, tolerance=tolerance,
+            found, output or Path(scratch, "export"), chosen, precision_of(precision), check=check, data=data, tolerance=tolerance,
             server=served, trust_remote_code=trust_remote_code, say=_say,
         )  # fmt: skip
     for line in done.check.lines() if done.check is not None else ["not compared with the model (--no-check)"]:
         sys.stdout.write(f"check: {line}\n")
-    sys.stdout.write(f"wrote {done.path}\n")
-    facts: dict[str, Any] = {"path": done.path, **done.facts}
+    sys.stdout.write("nothing was kept: give OUTPUT to keep the export\n" if output is None else f"wrote {output}\n")
+    facts: dict[str, Any] = {"path": None if output is None else done.path, **done.facts}
     if served is not None:
         start = start_of(served, done.path, done.description)
         sys.stdout.write(f"start: {start.command}\n" + (f"note: {start.note}\n" if start.note else ""))
