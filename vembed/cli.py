@@ -289,9 +289,7 @@ def demo(
 
 @app.command(cls=JsonCommand, rich_help_panel=SETUP)
 def doctor(
-    config: Annotated[
-        str | None, typer.Argument(metavar="CFG", help="Check the machine for this config too.")
-    ] = None,
+    config: Annotated[str | None, typer.Argument(metavar="CFG", help="Check the machine for this config too.")] = None,
     nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Default: one per GPU, or 2 on the CPU.")] = None,
     model_class: Annotated[
         str | None, typer.Option(help="Check a class of your own instead: FILE.py:Class or package.module:Class.")

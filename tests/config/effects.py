@@ -268,7 +268,7 @@ GROUPS: dict[str, Options] = {
         "use_lora": True, "lora_r": 3, "lora_alpha": 9, "lora_dropout": 0.5, "lora_target_modules": ["query"],
         "use_dora": True, "model_revision": "v2",
     },
-    "rslora": {"use_lora": True, "use_rslora": True},
+    "rslora": {"use_lora": True, "use_rslora": True, "lora_r": 16},
     "qlora": {"model_name": tiny.tiny_qwen3, "use_qlora": True},
     "clip": {"model_name": tiny.tiny_clip, "data_path": "images.jsonl"},
     "clip_adapters": {"model_name": tiny.tiny_clip, "data_path": "images.jsonl", "use_lora": True,

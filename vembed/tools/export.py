@@ -77,8 +77,8 @@ def run_export_as(
         raise UserError(f"--for {server} reads --format {wanted}, and --format {form} is asked for; leave one out")
     with usable_model(model) as found, tempfile.TemporaryDirectory(prefix="vembed-") as scratch:
         done = export_model(
-            found, output or Path(scratch, "export"), chosen, precision_of(precision), check=check, data=data, tolerance=tolerance,
-            server=served, trust_remote_code=trust_remote_code, say=_say,
+            found, output or Path(scratch, "export"), chosen, precision_of(precision), check=check, data=data,
+            tolerance=tolerance, server=served, trust_remote_code=trust_remote_code, say=_say,
         )  # fmt: skip
     for line in done.check.lines() if done.check is not None else ["not compared with the model (--no-check)"]:
         sys.stdout.write(f"check: {line}\n")
