@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 import vembed
 from tests import tiny
 from tests.docs.pages import ROOT, Block, blocks, commands
-from vembed.cli import app, run_process
+from vembed.cli import app, checked_words, run_process
 from vembed.cli_support import json_words, taken_flags
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
@@ -140,7 +140,7 @@ def dry_run(words: list[str]) -> None:
     arguments = parse_train_arguments([*words, "--dry-run"])
     road = road_of_arguments(arguments)
     if road is not None:
-        assert run_stages(road, arguments, run_process, env={}, starts_processes=True) == 0
+        assert run_stages(road, arguments, run_process, checked_words, env={}, starts_processes=True) == 0
         return
     assert run_train(arguments, env={}) == 0
 

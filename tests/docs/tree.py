@@ -11,7 +11,7 @@ from tests.docs.pages import ROOT
 PAGE = ROOT / "docs" / "design.md"
 BEGIN, END = "<!-- tree: python -m tests.docs.tree writes it -->\n```text\n", "```\n<!-- end of the tree -->\n"
 WIDTH = 140
-COLUMN = 26
+COLUMN = 27
 LAST = {
     "configs/": "accelerate_fsdp.yaml and the presets",
     "examples/": "a YAML and a script per recipe, sample data; launch/: Slurm, Kubernetes, SkyPilot, Modal, HF Jobs",
