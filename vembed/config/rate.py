@@ -20,7 +20,8 @@ TUNED = 8e-5
 RAW = 1.2e-4
 """The same for a language model that is no embedding model yet: it has further to go."""
 ADAPTERS = 15.0
-"""Ratio of the peak of adapters with alpha 32 to that of the weights that they change."""
+"""Ratio of the peak of adapters with alpha 32 to that of the weights that they change; in models narrower than those
+below, to the geometric mean of that and of the peak at their widths."""
 ALPHA = 32
 SHORT, SHORTEST = 48, 16
 """Steps of a run below which adapters get a higher rate still, by the root of the ratio, and the end of that: B begins
@@ -74,22 +75,22 @@ def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
             f"from scratch: initial weights of {trained.width:,d} dimensions"
             + (f", loss: {config.loss}" if is_of_order else ""),
         )
-    rate, reason = _of_weights(trained)
+    wide, reason = _of_weights(trained)
+    whole = _of_narrow(trained, wide)
+    reason += f", {whole / wide:.2g} times that of wider ones" if whole > wide else ""
     if trained.what == "weights":
-        narrow = _of_narrow(trained, rate)
-        reason += f", {narrow / rate:.2g} times that of wider ones" if narrow > rate else ""
-        return Decision(_two_digits(narrow), f"all weights: {reason}")
+        return Decision(_two_digits(whole), f"all weights: {reason}")
     # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out;
     # with use_rslora it is alpha / sqrt(r), and the root of the rank is left.
     strength = config.lora_alpha * (math.sqrt(config.lora_r) if config.use_rslora else 1.0)
-    rate *= ADAPTERS * min(max(ALPHA / strength, 0.1), 10.0)
+    rate = math.sqrt(wide * whole) * ADAPTERS * min(max(ALPHA / strength, 0.1), 10.0)
     rate *= math.sqrt(SHORT / min(max(trained.total_steps, SHORTEST), SHORT))
     root = ", rslora" if config.use_rslora else ""
     root += f", only {trained.total_steps:,d} steps" if trained.total_steps < SHORT else ""
     return Decision(
         _two_digits(rate),
-        f"LoRA of rank {config.lora_r}, alpha {config.lora_alpha}{root}: {rate / _of_weights(trained)[0]:.3g} times "
-        f"the rate of all weights, which is {_two_digits(_of_weights(trained)[0]):g} ({reason})",
+        f"LoRA of rank {config.lora_r}, alpha {config.lora_alpha}{root}: {rate / whole:.3g} times "
+        f"the rate of all weights, which is {_two_digits(whole):g} ({reason})",
     )
 
 

@@ -121,7 +121,6 @@ def demo_yaml(model: Path, folder: Path, size: Size) -> str:
         ("mrl_dims", list(MRL_DIMS), "sizes to train and to measure"),
         ("batch_size", size.batch_size, "the other positives of a batch are the negatives: larger is harder"),
         ("epochs", 1, "passes over the data"),
-        ("learning_rate", 1e-4, "high, since this run is short; without this line vembed chooses"),
         ("temperature", 0.05, "smaller: harder"),
         ("logging_steps", 1, "write every step to metrics.jsonl"),
     ]
