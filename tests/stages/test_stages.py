@@ -316,7 +316,7 @@ def test_parts_of_the_list_and_a_dry_run(place, capsys):
     assert Path("one/final").is_dir()
     assert train("--from", "broad", "--until", "broad", "output_dir=two") == 0
     assert Path("two/broad/final").is_dir()
-    assert train("--from", "sharp", "--until", "broad") == 2
+    assert train("--from", "sharp", "--until", "broad") == train("--stage", "sharp", "--from", "broad") == 2
     assert "stands after --until" in capsys.readouterr().err
     assert train("--until", "nowhere") == 2
     assert "has the stages broad, merge-2, sharp" in capsys.readouterr().err

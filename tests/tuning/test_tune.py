@@ -153,6 +153,8 @@ def test_mistakes_are_one_sentence(config: Path, tmp_path: Path, monkeypatch: py
     with pytest.raises(UserError, match="--options size: it can search learning_rate"):  # before the first trial
         run_tune(Search(str(config), (), tmp_path / "tune", 3, ("size",)))
     assert not (tmp_path / "tune").exists()
+    with pytest.raises(UserError, match=r"--output .* is a file; give a folder"):
+        run_tune(Search(str(config), (), config, 3), is_dry_run=True)
     with pytest.raises(UserError, match="has no effect on this run"):
         run_tune(Search(str(config), (), tmp_path / "tune", 3, ("lora_r",)), is_dry_run=True)
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)

@@ -331,6 +331,8 @@ def _chosen(road: Road, asked: Range) -> list[Step]:
         if name is not None and name not in names:
             raise UserError(f"{flag} {name}: {road.source} has the stages {', '.join(names)}")
     if asked.only is not None:
+        if asked.first is not None or asked.last is not None:
+            raise UserError("--stage runs one stage alone: leave out --from and --until")
         return [road.steps[names.index(asked.only)]]
     first = names.index(asked.first) if asked.first else 0
     last = names.index(asked.last) if asked.last else len(names) - 1

@@ -66,6 +66,8 @@ def run_tune(
     if WORKER in os.environ:
         work(search)
         return 0
+    if search.folder.exists() and not search.folder.is_dir():
+        raise UserError(f"--output {search.folder} is a file; give a folder, a new one or that of an earlier search")
     config = resolve_run(search.config, search.overrides).config
     if config.val_data_path is None and config.val_split is None:
         raise UserError(
