@@ -87,12 +87,17 @@ def test_reasons_name_rank_and_alpha() -> None:
     assert "rank 8, alpha 32" in said
 
 
-def test_a_run_of_few_steps_gets_a_higher_rate_for_adapters_alone() -> None:
-    def steps(what: Any, number: int) -> float:
-        return peak_rate(TrainConfig(**BASE), Trained(what, "text_encoder", 384, True, False, total_steps=number)).value
+def test_adapters_of_short_runs_get_a_higher_rate_and_weights_of_long_ones_a_lower() -> None:
+    def steps(what: Any, number: int, width: int = 384, *, has_scale: bool = False) -> float:
+        facts = Trained(what, "text_encoder", width, True, False, has_scale, total_steps=number)
+        return peak_rate(TrainConfig(**BASE), facts).value
 
     assert steps("adapters", 20) > steps("adapters", 48) == steps("adapters", 10_000)
-    assert steps("weights", 20) == steps("weights", 10_000)
+    assert steps("weights", 20) == steps("weights", 100) > steps("weights", 200) > steps("weights", 400)
+    assert steps("weights", 10_000) == pytest.approx(steps("weights", 100) * 0.71, rel=0.01)
+    assert steps("weights", 10_000, 4096) >= 5e-6
+    for width, has_scale in ((192, False), (768, True)):
+        assert steps("weights", 20, width, has_scale=has_scale) == steps("weights", 10_000, width, has_scale=has_scale)
 
 
 def test_the_rate_is_in_inverse_proportion_to_the_width() -> None:

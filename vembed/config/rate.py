@@ -38,6 +38,9 @@ TWO_TOWERS = 1e-5
 """Peak for CLIP and SigLIP: their towers were trained on batches of tens of thousands of pairs."""
 WIDTH_OF_TOWERS = 512
 """Hidden size of the text tower of CLIP ViT-B, for which TWO_TOWERS is."""
+LONG, LONGEST = 100, 400
+"""Steps of a run above which the peak for all weights of models of texts falls, by the fourth root of the ratio, and the
+end of that, at 0.71 times it."""
 LOWEST, HIGHEST = 5e-6, 1e-4
 """Limits of the peak for weights that are trained further, in models at least as wide as these."""
 NARROW = 3
@@ -79,7 +82,10 @@ def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
     whole = _of_narrow(trained, wide)
     reason += f", {whole / wide:.2g} times that of wider ones" if whole > wide else ""
     if trained.what == "weights":
-        return Decision(_two_digits(whole), f"all weights: {reason}")
+        is_long = trained.total_steps > LONG and whole == wide and not trained.has_scale
+        reason += f", {trained.total_steps:,d} steps" if is_long else ""
+        rate = max(whole * (LONG / min(trained.total_steps, LONGEST)) ** 0.25, LOWEST) if is_long else whole
+        return Decision(_two_digits(rate), f"all weights: {reason}")
     # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out;
     # with use_rslora it is alpha / sqrt(r), and the root of the rank is left.
     strength = config.lora_alpha * (math.sqrt(config.lora_r) if config.use_rslora else 1.0)

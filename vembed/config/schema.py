@@ -293,8 +293,8 @@ class OptimizerOptions(Frozen, title="optimisation"):
     """Optimizer steps. Default: from `epochs`."""
     learning_rate: Literal["auto"] | PositiveFloat = "auto"
     """Peak learning rate. It does not depend on the number of processes. `auto`: by what is trained (all weights of an
-    encoder or a decoder and their width, adapters by rank and alpha, a head alone, initial weights, CLIP); the log
-    gives the reason."""
+    encoder or a decoder by width and steps, adapters by alpha, a head alone, initial weights, CLIP); the log gives the
+    reason."""
     scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the learning rate by global batch / `base_batch_size` (or its square root); the log shows the result."""
     base_batch_size: PositiveInt = 32
