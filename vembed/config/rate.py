@@ -39,8 +39,8 @@ TWO_TOWERS = 1e-5
 WIDTH_OF_TOWERS = 512
 """Hidden size of the text tower of CLIP ViT-B, for which TWO_TOWERS is."""
 LONG, LONGEST = 100, 400
-"""Steps of a run above which the peak for all weights of models of texts falls, by the fourth root of the ratio, and the
-end of that, at 0.71 times it."""
+"""Steps of a run above which the peak for all weights of models of texts falls, by the fourth root of the ratio, and
+the end of that, at 0.71 times it."""
 LOWEST, HIGHEST = 5e-6, 1e-4
 """Limits of the peak for weights that are trained further, in models at least as wide as these."""
 NARROW = 3
