@@ -65,7 +65,7 @@ QWEN_LARGE = Shape(
 CLIP = Shape("clip-vit-b16", 12, 512, 8, 2048, vocabulary=49_408, max_length=77, batch=512, images=True)
 QWEN_VL = Shape(
     "qwen3-vl-2b", 28, 2048, 16, 6144, groups=8, head=128, vocabulary=151_936, max_length=512, batch=64, images=True,
-    vision=(24, 1024, 16, 4096), options=(("use_lora", True), ("lora_dropout", 0.0)),
+    vision=(24, 1024, 16, 4096), options=(("use_lora", True), ("lora_dropout", 0.0), ("lora_r", 16)),
 )  # fmt: skip
 SHAPES = (BERT, QWEN_SMALL, QWEN_LARGE, CLIP, QWEN_VL)
 

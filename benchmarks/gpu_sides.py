@@ -74,7 +74,8 @@ def _train(
     if lora:
         from peft import LoraConfig, TaskType
 
-        network.add_adapter(LoraConfig(task_type=TaskType.FEATURE_EXTRACTION, r=16, target_modules="all-linear"))
+        rank = int(dict(shape.options)["lora_r"])
+        network.add_adapter(LoraConfig(task_type=TaskType.FEATURE_EXTRACTION, r=rank, target_modules="all-linear"))
     loss: Any
     if tokens:
         loss = st_losses.CachedMultipleNegativesRankingLoss(network, scale=20.0, mini_batch_num_tokens=tokens)
